@@ -1,0 +1,51 @@
+"""What a run cost, phase by phase: plain values, their JSON, and one readable table."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class PhaseReport:
+    """What one phase cost.
+
+    wall_s: seconds from opening the phase to everything given back; load_s: seconds of it spent loading weights.
+    weight_bytes: bytes of all weights that were loaded, summed over components; bytes_read: bytes of those taken from
+    files. device_peak_bytes: peak allocated on the execution device (0 on CPU, where host_peak_bytes has it all).
+    host_peak_bytes: peak resident set of this process during the phase. leaked_bytes: bytes of storages owned by the
+    phase that something outside still holds after it was closed (0 is right). forwards: calls of each component that
+    ran, by name. notes: sentences worth knowing (a fallback, a retry).
+    """
+
+    name: str
+    wall_s: float
+    load_s: float
+    weight_bytes: int
+    device_peak_bytes: int
+    host_peak_bytes: int
+    bytes_read: int
+    leaked_bytes: int
+    device: str = "cpu"
+    forwards: dict[str, int] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+@dataclass
+class RunReport:
+    """The phases of a run, in the order they ran."""
+
+    phases: list[PhaseReport] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"phases": [asdict(phase) for phase in self.phases]}
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=2)
+
+    def table(self) -> str:
+        """One row per phase and a total, as plain text for a terminal or a log."""
+        from ._report_table import render
+
+        return render(self.phases)
