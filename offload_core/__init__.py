@@ -1,0 +1,94 @@
+"""Phase Offload's engine: run a diffusers model in phases on a machine it doesn't fit.
+
+    import offload_core as po
+
+    handle = po.load("models/flux")
+    embeds = po.encode(handle, "a red circle")
+    latents = po.denoise(handle, embeds, seed=1)
+    images = po.decode(handle, latents)
+
+Names load on first use: importing this package costs nothing beyond torch, and diffusers comes with the first phase.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "Embeds": "phases",
+    "Handle": "phases",
+    "Latents": "phases",
+    "Lora": "phases",
+    "Phase": "phases",
+    "decode": "phases",
+    "denoise": "phases",
+    "encode": "phases",
+    "latents_from_samples": "phases",
+    "load": "phases",
+    "open_phase": "phases",
+    "PurgeReport": "_purge",
+    "purge": "_purge",
+    "PhaseReport": "report",
+    "RunReport": "report",
+    "Observer": "session",
+    "Progress": "session",
+    "Session": "session",
+    "SilentObserver": "session",
+    "OffloadSettings": "settings",
+    "ColdWeightError": "errors",
+    "DeviceError": "errors",
+    "InputError": "errors",
+    "InsufficientMemoryError": "errors",
+    "MissingRecordError": "errors",
+    "ModelError": "errors",
+    "NumericalError": "errors",
+    "OffloadError": "errors",
+    "PhaseBusyError": "errors",
+    "RecordError": "errors",
+}
+
+__all__ = sorted(_HOME)
+
+if TYPE_CHECKING:
+    from ._purge import PurgeReport, purge
+    from .errors import (
+        ColdWeightError,
+        DeviceError,
+        InputError,
+        InsufficientMemoryError,
+        MissingRecordError,
+        ModelError,
+        NumericalError,
+        OffloadError,
+        PhaseBusyError,
+        RecordError,
+    )
+    from .phases import (
+        Embeds,
+        Handle,
+        Latents,
+        Lora,
+        Phase,
+        decode,
+        denoise,
+        encode,
+        latents_from_samples,
+        load,
+        open_phase,
+    )
+    from .report import PhaseReport, RunReport
+    from .session import Observer, Progress, Session, SilentObserver
+    from .settings import OffloadSettings
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

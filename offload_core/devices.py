@@ -1,0 +1,129 @@
+"""Devices by torch's generic accelerator interface, so that CUDA, ROCm, XPU and MPS share one path."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .errors import DeviceError, InputError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def resolve_device(device: str | torch.device) -> torch.device:
+    """The torch device that `device` names. "auto" is the accelerator if there is one, else the CPU.
+
+    Raises DeviceError if it isn't there, InputError if it isn't a device name.
+    """
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if str(device) == "auto":
+        return torch.device(accelerator.type, torch.accelerator.current_device_index()) if accelerator else _CPU
+    try:
+        wanted = torch.device(device)
+    except RuntimeError:
+        raise InputError(
+            f"{device!r} isn't a device. Use auto, cpu, or an accelerator such as cuda:0."
+        ) from None
+    if wanted.type == "cpu":
+        return _CPU
+    if accelerator is None or wanted.type != accelerator.type:
+        here = f"This machine has {accelerator.type}" if accelerator else "torch finds no accelerator on this machine"
+        raise DeviceError(f"The device {wanted} isn't available: {here}. Use device=auto or device=cpu.")
+    if (wanted.index or 0) >= torch.accelerator.device_count():
+        raise DeviceError(
+            f"The device {wanted} isn't available: there are {torch.accelerator.device_count()} {wanted.type} devices, "
+            "counted from 0."
+        )
+    return torch.device(wanted.type, wanted.index if wanted.index is not None else 0)
+
+
+_CPU = torch.device("cpu")
+
+
+def resolve_dtype(dtype: str | torch.dtype) -> torch.dtype | None:
+    """The torch dtype that `dtype` names, None for "auto". Raises InputError for any other name."""
+    if isinstance(dtype, torch.dtype):
+        dtype = str(dtype).removeprefix("torch.")
+    if dtype == "auto":
+        return None
+    if dtype not in DTYPES:
+        raise InputError(f"{dtype!r} isn't a dtype that models run in. Use auto, {', '.join(DTYPES)}.")
+    return DTYPES[dtype]
+
+
+def empty_cache(device: torch.device) -> None:
+    """Gives memory that torch keeps for reuse on `device` back to the driver."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+        _module_call(device, "empty_cache")
+
+
+def allocated_bytes(device: torch.device) -> int:
+    return int(_module_call(device, "memory_allocated") or 0)
+
+
+def reserved_bytes(device: torch.device) -> int:
+    return int(_module_call(device, "memory_reserved") or 0)
+
+
+def peak_bytes(device: torch.device) -> int:
+    return int(_module_call(device, "max_memory_allocated") or 0)
+
+
+def reset_peak(device: torch.device) -> None:
+    _module_call(device, "reset_peak_memory_stats")
+
+
+def total_bytes(device: torch.device) -> int | None:
+    """Memory of the whole device, None where the driver doesn't say (and for the CPU)."""
+    info = _module_call(device, "mem_get_info")
+    return int(info[1]) if info else None
+
+
+def _module_call(device: torch.device, name: str) -> Any:
+    """Calls `torch.<device type>.<name>(device)`, None where that backend has no such function."""
+    if device.type == "cpu":
+        return None
+    function: Callable[..., Any] | None = getattr(getattr(torch, device.type, None), name, None)
+    if function is None:
+        return None
+    return function() if name == "empty_cache" else function(device)
+
+
+class HostPeak:
+    """Peak resident set of this process, in bytes, since it was made.
+
+    On Linux the kernel keeps the high-water mark (proc(5): writing 5 to clear_refs resets VmHWM); elsewhere the mark is
+    the largest value seen at the calls of `sample`.
+    """
+
+    def __init__(self) -> None:
+        try:
+            with open("/proc/self/clear_refs", "w") as file:
+                file.write("5")
+            self._kernel = True
+        except OSError:
+            self._kernel = False
+        self._seen = 0
+        self.sample()
+
+    def sample(self) -> int:
+        self._seen = max(self._seen, _high_water_mark() if self._kernel else resident_bytes())
+        return self._seen
+
+
+def _high_water_mark() -> int:
+    with open("/proc/self/status") as status:
+        for line in status:
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    return 0
+
+
+def resident_bytes() -> int:
+    import psutil
+
+    return int(psutil.Process(os.getpid()).memory_info().rss)

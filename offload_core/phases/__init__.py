@@ -1,0 +1,23 @@
+"""Phases: a pipeline's own code run in parts, each with only its components loaded. See docs/phases.md."""
+
+from ._decode import decode, latents_from_samples
+from ._denoise import denoise
+from ._encode import encode
+from ._handle import Handle, load
+from ._loras import Lora
+from ._records import Embeds, Latents
+from ._scope import Phase, open_phase
+
+__all__ = [
+    "Embeds",
+    "Handle",
+    "Latents",
+    "Lora",
+    "Phase",
+    "decode",
+    "denoise",
+    "encode",
+    "latents_from_samples",
+    "load",
+    "open_phase",
+]

@@ -1,0 +1,132 @@
+"""Cold weights: shape, dtype and device of a weight, no memory, and an error by name for whoever touches one.
+
+A meta tensor is no safe stand-in: on CPU `linear`, `conv2d` and `matmul` with a meta weight return uninitialised memory
+without an error, and a shape-(1,) placeholder broadcasts. A cold weight can't be computed with at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import ColdWeightError
+
+_METADATA_ONLY = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
+
+
+class ColdWeight(torch.Tensor):
+    """A weight whose bytes aren't here. Any operator that needs them raises ColdWeightError with the weight's name."""
+
+    _name: str
+
+    @staticmethod
+    def __new__(cls, shape: torch.Size, dtype: torch.dtype, device: torch.device, name: str) -> ColdWeight:
+        weight: ColdWeight = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+        weight._name = name
+        return weight
+
+    @classmethod
+    def like(cls, real: torch.Tensor, name: str, device: torch.device, dtype: torch.dtype | None = None) -> ColdWeight:
+        """A cold twin of `real`; `dtype` replaces a floating dtype only."""
+        return cls(real.shape, dtype if dtype is not None and real.is_floating_point() else real.dtype, device, name)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        cold = _first_cold([*args, *(kwargs or {}).values()])
+        if func in _METADATA_ONLY and cold is args[0]:
+            return ColdWeight(cold.shape, cold.dtype, cold.device, cold._name)
+        raise cold.error()
+
+    def error(self) -> ColdWeightError:
+        return ColdWeightError(
+            f"The weight {self._name} was used while its component isn't loaded. "
+            "Use the component inside the phase that owns it (open_phase)."
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"ColdWeight({self._name}, shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise self.error()
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise self.error()
+
+    def data_ptr(self) -> int:
+        raise self.error()
+
+
+def _first_cold(values: list[Any]) -> ColdWeight:
+    for value in values:
+        if isinstance(value, ColdWeight):
+            return value
+        if isinstance(value, list | tuple):
+            for item in value:
+                if isinstance(item, ColdWeight):
+                    return item
+    raise ColdWeightError("A weight was used while its component isn't loaded.")
+
+
+def make_cold(
+    module: nn.Module, prefix: str, device: torch.device, dtype: torch.dtype | None = None, *, buffers: bool
+) -> None:
+    """Swaps every parameter of `module` (and every buffer, if asked) for a cold one named `prefix.path`."""
+    for path, child in module.named_modules():
+        for key, parameter in child._parameters.items():
+            if parameter is not None:
+                name = ".".join(part for part in (prefix, path, key) if part)
+                cold = ColdWeight.like(parameter, name, device, dtype)
+                child._parameters[key] = nn.Parameter(cold, requires_grad=False)
+        for key, buffer in child._buffers.items() if buffers else ():
+            if buffer is not None:
+                name = ".".join(part for part in (prefix, path, key) if part)
+                child._buffers[key] = ColdWeight.like(buffer, name, device)
+
+
+def real_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
+    """Every tensor with memory that `module` holds: parameters, buffers, and tensors kept in plain attributes."""
+    for child in module.modules():
+        for value in vars(child).values():
+            for tensor in _tensors_in(value):
+                if not isinstance(tensor, ColdWeight) and tensor.device.type != "meta":
+                    yield tensor
+
+
+def scrub_attributes(module: nn.Module) -> None:
+    """Forgets tensors that modules keep outside their parameters and buffers (rotary tables, feature caches)."""
+    for child in module.modules():
+        for key, value in vars(child).items():
+            if key not in ("_parameters", "_buffers", "_modules") and any(True for _ in _tensors_in(value)):
+                vars(child)[key] = None
+
+
+def forget_method_caches(module: nn.Module) -> None:
+    """Empties caches that classes keep across instances (`lru_cache` on a method, plain or wrapped)."""
+    for cls in {base for child in module.modules() for base in type(child).__mro__}:
+        for member in vars(cls).values():
+            cells = getattr(member, "__closure__", None) or ()
+            for holder in (member, *(cell.cell_contents for cell in cells if _is_filled(cell))):
+                clear = getattr(holder, "cache_clear", None)
+                if callable(clear):
+                    clear()
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        return bool(cell.cell_contents is not None)
+    except ValueError:
+        return False
+
+
+def _tensors_in(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif depth < 4 and isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors_in(item, depth + 1)
+    elif depth < 4 and isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors_in(item, depth + 1)

@@ -1,0 +1,172 @@
+"""Decode: the real VAE on exactly the arguments the pipeline gave it, then the pipeline's own post-processing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..devices import empty_cache
+from ..errors import InputError, InsufficientMemoryError, NumericalError, RecordError
+from ..model_source import ModelSource
+from ..session import Session
+from ._handle import Handle
+from ._layout import Layout
+from ._marks import vae_mark
+from ._plain import Plain, from_plain, to_plain
+from ._ports import Port, RunPort
+from ._records import Latents
+from ._roles import Role, models, role_of
+from ._scope import Phase, open_phase
+from ._tiling import TILE_PIXELS, tile
+
+OUTPUT_TYPES = ("pil", "np", "pt")
+ENCODER_HALF = ("encoder", "quant_conv")
+
+
+def decode(
+    handle: Handle,
+    latents: Latents,
+    output_type: str = "pil",
+    *,
+    tiling: str | None = None,
+    session: Session | None = None,
+) -> Any:
+    """Pictures of `latents`: a list of PIL images ("pil"), float32 (B, H, W, C) in 0..1 ("np"), (B, C, H, W) ("pt").
+
+    A video model gives a list of lists of frames, (B, F, H, W, C) or (B, F, C, H, W). The VAE's encoder half stays on
+    disk. tiling: "auto" decodes whole and in smaller and smaller tiles only if memory runs out, "on" in tiles of 512
+    pixels (seams may show slightly), "off" never; None is the handle's setting.
+
+    Raises RecordError, naming the field, for latents of another kind of model, InputError, InsufficientMemoryError,
+    NumericalError. The latents are never changed or lost.
+    """
+    tiling = tiling or handle.settings.vae_tiling
+    if output_type not in OUTPUT_TYPES:
+        raise InputError(f"output_type is {output_type!r}; use one of {', '.join(OUTPUT_TYPES)}.")
+    if tiling not in ("auto", "on", "off"):
+        raise InputError(f"tiling is {tiling!r}; use auto, on or off.")
+    source = handle.source()
+    _check_latents(handle, source, latents)
+    ports: dict[str, Port] = {name: RunPort() for name, _ in models(source)}
+    owned = {latents.component} | {name for name, part in models(source) if role_of(part) is Role.TAIL}
+    with open_phase(handle, *owned, name="decode", session=session or Session(), ports=ports) as phase:
+        component = phase.components[latents.component]
+        component.skip = ENCODER_HALF
+        component.after_load = lambda module: _to_dtype(module, latents.dtype)
+        picture = _decode(phase, component.module, latents, tiling)
+        if not torch.isfinite(picture).all():
+            raise NumericalError(
+                "Decode produced values that aren't numbers (NaN), so there is no picture. "
+                "Try dtype=float32 or bfloat16: some VAEs overflow in float16."
+            )
+        return _finish(phase, picture, latents, output_type)
+
+
+def latents_from_samples(handle: Handle, samples: torch.Tensor) -> Latents:
+    """Latents from a bare ComfyUI LATENT (unscaled VAE output), for this model's VAE.
+
+    samples: (B, C, h, w) or (B, C, T, h, w). Raises RecordError if they can't be latents of this VAE.
+    """
+    source = handle.source()
+    vaes = [(name, part) for name, part in models(source) if role_of(part) is Role.VAE]
+    if not vaes:
+        raise InputError(f"{handle.pipeline} has no VAE to decode with.")
+    name, part = vaes[0]
+    config = part.config or {}
+    if config.get("timestep_conditioning"):
+        raise RecordError(
+            "This model's VAE needs more than the field samples (a decode timestep and noise). "
+            "Decode latents that its own Denoise made."
+        )
+    with open_phase(handle, name="latents", session=Session()) as phase:
+        layout = Layout.of(phase.components[name].module)
+    channels = int(config.get("latent_channels") or config.get("z_dim") or samples.shape[1])
+    channels *= 4 if layout.kind == "flux2" else 1
+    dimensions = 5 if config.get("z_dim") or "temporal_compression_ratio" in config else samples.ndim
+    layout.check(samples, torch.Size([1, channels, *[1] * (dimensions - 2)]))
+    z = layout.to_latents(samples).to(handle.dtype_of(part))
+    call: Plain = to_plain([[z], {"return_dict": False}], "samples")
+    dtype = str(handle.dtype_of(part)).removeprefix("torch.")
+    return Latents(handle.pipeline, vae_mark(part), name, dtype, call, layout)
+
+
+def _check_latents(handle: Handle, source: ModelSource, latents: Any) -> None:
+    if not isinstance(latents, Latents):
+        raise InputError(f"Decode needs the latents that Denoise made, not {type(latents).__name__}.")
+    if latents.component not in source.components:
+        raise RecordError(f"The latents' field component is {latents.component!r}, which this model doesn't have.")
+    if latents.vae != vae_mark(source.components[latents.component]):
+        raise RecordError(
+            f"The latents' field vae doesn't match: {latents.pipeline} made them for a VAE with another configuration. "
+            f"Decode them with the model that made them."
+        )
+
+
+def _to_dtype(module: torch.nn.Module, dtype: str) -> None:
+    """What the pipeline did to its VAE before decoding (an SDXL VAE in float16 is upcast), for the loaded one."""
+    if getattr(module, "dtype", None) != getattr(torch, dtype):
+        torch.nn.Module.to(module, getattr(torch, dtype))
+
+
+def _decode(phase: Phase, vae: Any, latents: Latents, tiling: str) -> torch.Tensor:
+    """Whole, or in tiles; with "auto" in smaller and smaller ones after running out of memory."""
+    whole: list[int | None] = [None]
+    sizes = {"off": whole, "on": [TILE_PIXELS], "auto": [*whole, TILE_PIXELS, TILE_PIXELS // 2]}[tiling]
+    phase.components[latents.component].load()
+    for index, pixels in enumerate(sizes):
+        if pixels is not None and not tile(vae, pixels):
+            if tiling == "on":
+                phase.notes.append(f"{type(vae).__name__} can't decode in tiles; it was decoded whole.")
+            elif index:
+                break
+        elif pixels is not None:
+            phase.notes.append(f"Decoded in tiles of {pixels} pixels.")
+        try:
+            args, kwargs = from_plain(latents.decode, phase.device)
+            return _sample_of(vae.decode(*args, **kwargs))
+        except torch.OutOfMemoryError as error:
+            args = kwargs = None
+            reason = str(error)
+            error.__traceback__ = None
+        empty_cache(phase.device)
+    raise InsufficientMemoryError(
+        f"Decode ran out of memory on {phase.device}, in tiles too ({reason.splitlines()[0]}). The latents are kept: "
+        "decode fewer at once, or with device=cpu."
+    )
+
+
+def _sample_of(output: Any) -> torch.Tensor:
+    result = output[0] if isinstance(output, tuple) else getattr(output, "sample", output)
+    return result if isinstance(result, torch.Tensor) else torch.stack(list(result))
+
+
+def _finish(phase: Phase, picture: torch.Tensor, latents: Latents, output_type: str) -> Any:
+    """The pipeline's post-processing of what its VAE decoded, on the CPU."""
+    pipeline = phase.pipeline
+    video = getattr(pipeline, "video_processor", None)
+    if picture.ndim == 5 and video is not None:
+        return _on_cpu(video.postprocess_video(picture, output_type=output_type))
+    if picture.ndim == 5:
+        picture = picture[:, :, 0]
+    processor = pipeline.image_processor
+    size = (latents.height, latents.width)
+    if hasattr(processor, "resize_and_crop_tensor") and None not in size and tuple(picture.shape[-2:]) != size:
+        picture = processor.resize_and_crop_tensor(picture, latents.width, latents.height)
+    return _on_cpu(processor.postprocess(picture, output_type=output_type, **_safety(phase, picture)))
+
+
+def _safety(phase: Phase, picture: torch.Tensor) -> dict[str, Any]:
+    """SD 1.5's checker, where the model has one: blanks what it flags, as the pipeline does."""
+    pipeline = phase.pipeline
+    if getattr(pipeline, "safety_checker", None) is None or not hasattr(pipeline, "run_safety_checker"):
+        return {}
+    checked, flagged = pipeline.run_safety_checker(picture, phase.device, picture.dtype)
+    picture.copy_(checked)
+    return {"do_denormalize": [not bad for bad in flagged] if flagged is not None else [True] * len(picture)}
+
+
+def _on_cpu(pictures: Any) -> Any:
+    if isinstance(pictures, torch.Tensor):
+        return pictures.to("cpu", torch.float32 if pictures.dtype == torch.float64 else pictures.dtype, copy=True)
+    return pictures

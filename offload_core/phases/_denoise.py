@@ -1,0 +1,201 @@
+"""Denoise: run the pipeline with its encoders answered from the embeddings and its VAE captured."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..errors import InputError, MissingRecordError, NumericalError, RecordError
+from ..model_source import ModelSource
+from ..session import Session
+from ._components import Component
+from ._encode import friendly_errors, run_encode
+from ._handle import Handle
+from ._layout import Layout
+from ._loras import plan_loras
+from ._marks import encoders_mark, vae_mark
+from ._pipeline import check_call
+from ._plain import from_plain
+from ._ports import CapturePort, PhaseDone, Port, RecordMissing, Records, ReplayPort, RunPort
+from ._preview import Previewer
+from ._records import Embeds, Latents
+from ._roles import Role, models, role_of
+from ._scope import Phase, open_phase
+
+SEED_LIMIT = 2**64
+
+
+def denoise(
+    handle: Handle,
+    embeds: Embeds,
+    *,
+    seed: int = 0,
+    session: Session | None = None,
+    **pipeline_kwargs: Any,
+) -> Latents:
+    """Latents for `embeds`: the pipeline's own loop, equal bit for bit to a one-shot run with the same seed.
+
+    The noise comes from a CPU generator seeded with `seed` (0 to 2**64 - 1). pipeline_kwargs are those of the
+    pipeline's call (height, width, num_inference_steps, guidance_scale, num_images_per_prompt, ...); what is left out
+    is what Encode was given, else the model's default.
+
+    Raises InputError for a bad argument, RecordError for embeddings of other encoders, MissingRecordError for an
+    encoding that the embeddings lack if `settings.encode_missing` is off, InsufficientMemoryError, NumericalError.
+    """
+    session = session or Session()
+    source = handle.source()
+    _check_seed(seed)
+    _check_embeds(handle, source, embeds)
+    call = from_plain(embeds.call, torch.device("cpu")) | pipeline_kwargs
+    check_call(handle.pipeline_cls, call)
+    try:
+        return _run(handle, source, embeds.records, call, seed, session)
+    except RecordMissing as missing:
+        if not handle.settings.encode_missing:
+            raise MissingRecordError(_missing_sentence(embeds, call, missing.component)) from None
+        component = missing.component
+    again = run_encode(handle, call, call, session, dict(embeds.records))
+    try:
+        return _run(handle, source, again.records, call, seed, session, f"{component} was run again for Denoise.")
+    except RecordMissing as missing:
+        raise MissingRecordError(_missing_sentence(embeds, call, missing.component)) from None
+
+
+def _run(
+    handle: Handle,
+    source: ModelSource,
+    records_of: dict[str, Any],
+    call: dict[str, Any],
+    seed: int,
+    session: Session,
+    note: str | None = None,
+) -> Latents:
+    device = handle.device_here()
+    records = Records(records_of)
+    ports: dict[str, Port] = {name: _port(role_of(part), name, records, device) for name, part in models(source)}
+    owned = {name for name, port in ports.items() if isinstance(port, RunPort)}
+    with open_phase(handle, *owned, name="denoise", session=session, ports=ports) as phase:
+        if note:
+            phase.notes.append(note)
+        plan_loras(phase, owned)
+        _one_expert_at_a_time(phase, owned)
+        _check_size(phase.pipeline, call)
+        preview = Previewer(phase, source, call)
+        result: Any = None
+        with contextlib.suppress(PhaseDone), friendly_errors():
+            generator = torch.Generator("cpu").manual_seed(seed)
+            result = phase.pipeline(**call, **preview.arguments(), generator=generator)
+        return _collect(handle, source, phase, ports, call, seed, result)
+
+
+def _port(role: Role, name: str, records: Records, device: torch.device) -> Port:
+    if role is Role.VAE:
+        return CapturePort(name, records, device)
+    return ReplayPort(name, records, device) if role is Role.ENCODER else RunPort()
+
+
+def _collect(
+    handle: Handle,
+    source: ModelSource,
+    phase: Phase,
+    ports: dict[str, Port],
+    call: dict[str, Any],
+    seed: int,
+    result: Any,
+) -> Latents:
+    captures = [port for port in ports.values() if isinstance(port, CapturePort)]
+    used = next((port for port in captures if port.captured is not None), None)
+    if used is None or used.captured is None:
+        raise InputError(f"{handle.pipeline} never asked a VAE to decode, so it can't run in phases.")
+    if len(captures) > 1:
+        phase.notes.append("Only the picture is decoded; this model's sound isn't yet.")
+    if any(t.is_floating_point() and not torch.isfinite(t).all() for t in used.captured.tensors):
+        raise NumericalError(
+            "Denoise produced values that aren't numbers (NaN), so there is no picture. "
+            "Try dtype=float32 or bfloat16, or less guidance."
+        )
+    module = phase.components[used.component].module
+    dtype = str(used.dtype or torch.float32).removeprefix("torch.")
+    height, width = (call.get(name) if isinstance(call.get(name), int) else None for name in ("height", "width"))
+    mark = vae_mark(source.components[used.component])
+    layout = Layout.of(module)
+    return Latents(handle.pipeline, mark, used.component, dtype, used.captured, layout, seed, height, width)
+
+
+def _one_expert_at_a_time(phase: Phase, owned: set[str]) -> None:
+    """Releases an expert when another of its class takes over (Wan 2.2). Those that alternate every step both stay."""
+    seen: set[str] = set()
+    for name in owned:
+        me = phase.components[name]
+        others = [phase.components[other] for other in owned if other != name]
+        peers = [other for other in others if other.source.class_name == me.source.class_name]
+        if peers:
+            me.before_load = _evict(name, peers, phase, seen)
+
+
+def _evict(name: str, peers: list[Component], phase: Phase, seen: set[str]) -> Callable[[], None]:
+    def evict() -> None:
+        if name not in seen:
+            phase.give_back(peers)
+        seen.add(name)
+
+    return evict
+
+
+def _check_seed(seed: Any) -> None:
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < SEED_LIMIT:
+        raise InputError(f"The seed is {seed!r}; it must be a whole number from 0 to {SEED_LIMIT - 1}.")
+
+
+def _check_embeds(handle: Handle, source: ModelSource, embeds: Any) -> None:
+    if not isinstance(embeds, Embeds):
+        raise InputError(f"Denoise needs the embeddings that Encode made, not {type(embeds).__name__}.")
+    if embeds.encoders != encoders_mark(handle, source):
+        raise RecordError(
+            "The embeddings' field encoders doesn't match this model: they were made by other encoder weights, another "
+            "dtype or other LoRAs. Run Encode with this model."
+        )
+
+
+def _check_size(pipeline: Any, call: dict[str, Any]) -> None:
+    """Raises InputError for a size the pipeline would silently round or fail on."""
+    multiple = _size_multiple(pipeline)
+    for name in ("height", "width"):
+        value = call.get(name)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+            raise InputError(f"{name} is {value!r}; it must be a whole number of pixels above 0.")
+        if value % multiple:
+            below = value // multiple * multiple
+            near = f"{below} or {below + multiple}" if below else str(multiple)
+            raise InputError(f"{name} is {value}, and this model needs a multiple of {multiple}: use {near}.")
+    for name in ("num_inference_steps", "num_images_per_prompt", "num_videos_per_prompt"):
+        value = call.get(name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise InputError(f"{name} is {value!r}; it must be a whole number of at least 1.")
+
+
+def _size_multiple(pipeline: Any) -> int:
+    spatial = getattr(pipeline, "vae_scale_factor_spatial", None) or getattr(pipeline, "vae_scale_factor", None) or 8
+    patch = getattr(getattr(getattr(pipeline, "transformer", None), "config", None), "patch_size", 1)
+    patch = patch[-1] if isinstance(patch, list | tuple) else patch
+    packed = any(hasattr(pipeline, name) for name in ("_pack_latents", "_patchify_latents"))
+    return int(spatial) * (max(2, int(patch or 1)) if packed else int(patch or 1))
+
+
+def _missing_sentence(embeds: Embeds, call: dict[str, Any], component: str) -> str:
+    encoded = from_plain(embeds.call, torch.device("cpu"))
+    changed = [name for name, value in call.items() if name in encoded and repr(encoded[name]) != repr(value)]
+    new = [name for name in call if name not in encoded]
+    near = difflib.get_close_matches("max_sequence_length", changed + new, n=1)
+    suspects = ", ".join(near or changed or new) or "the prompt"
+    return (
+        f"Denoise asks {component} for something that Encode didn't encode; it differs in: {suspects}. "
+        "Give Encode the same arguments."
+    )
+

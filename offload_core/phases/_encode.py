@@ -1,0 +1,150 @@
+"""Encode: run the pipeline up to its denoiser with only the encoders real, and keep what they answered."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+
+from ..errors import InputError
+from ..session import Session
+from ._handle import Handle
+from ._loras import plan_loras
+from ._marks import encoders_mark
+from ._pipeline import call_parameters, check_call
+from ._ports import EncodeOnlyPort, PhaseDone, Port, RecordingPort, Records, RunPort, StopPort
+from ._records import Embeds, plain_call
+from ._roles import Role, models, role_of
+from ._scope import Phase, open_phase
+
+# Raised above 1 while encoding, so that the negative prompt is always encoded and Denoise may choose any guidance.
+GUIDANCE_ARGUMENTS = ("guidance_scale", "true_cfg_scale")
+FORCED_GUIDANCE = 2.0
+
+
+def encode(
+    handle: Handle,
+    prompt: str | list[str] | None = None,
+    negative_prompt: str | list[str] | None = None,
+    *,
+    session: Session | None = None,
+    **pipeline_kwargs: Any,
+) -> Embeds:
+    """Embeddings of `prompt` and `negative_prompt` that serve any Denoise, whatever its guidance, size or batch.
+
+    pipeline_kwargs are those of the pipeline's own call (prompt_2, max_sequence_length, clip_skip, image, ...). Each
+    encoder runs at most as often as in a one-shot run with guidance on.
+
+    Raises InputError for arguments the pipeline doesn't take, ModelError for files that changed,
+    InsufficientMemoryError.
+    """
+    call = encode_call(handle, prompt, negative_prompt, pipeline_kwargs)
+    return run_encode(handle, force_guidance(handle, call), call, session or Session(), {})
+
+
+def encode_call(handle: Handle, prompt: Any, negative_prompt: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of the pipeline's call: the model's own defaults, the prompts, and what the caller says."""
+    cls = handle.pipeline_cls
+    known = call_parameters(cls)
+    call = dict(handle.model_defaults) | kwargs
+    for name, text in (("prompt", prompt), ("negative_prompt", negative_prompt)):
+        if text is None:
+            continue
+        if not (isinstance(text, str) or (isinstance(text, list) and text and all(isinstance(t, str) for t in text))):
+            raise InputError(f"{name} must be a text or a non-empty list of texts, not {type(text).__name__}.")
+        if name in known:
+            call[name] = text
+        elif text and any(text):
+            raise InputError(f"{cls.__name__} takes no {name}. Leave it empty.")
+    if "prompt" in known and call.get("prompt") is None and call.get("prompt_embeds") is None:
+        raise InputError("Encode needs a prompt (it may be empty: '').")
+    count = len(call["prompt"]) if isinstance(call.get("prompt"), list) else 1
+    negative = call.get("negative_prompt")
+    if isinstance(negative, list) and len(negative) != count:
+        raise InputError(f"There are {count} prompts and {len(negative)} negative prompts; give as many of each.")
+    if isinstance(negative, str) and isinstance(call.get("prompt"), list):
+        call["negative_prompt"] = [negative] * count
+    check_call(cls, call)
+    return call
+
+
+def run_encode(
+    handle: Handle, run: dict[str, Any], call: dict[str, Any], session: Session, known: dict[str, Any]
+) -> Embeds:
+    """Runs the phase with the arguments `run`; `call` is kept for Denoise, `known` needn't be encoded again."""
+    source = handle.source()
+    records, device = Records(known), handle.device_here()
+    ports: dict[str, Port] = {name: _port(role_of(part), name, records, device) for name, part in models(source)}
+    owned = {name for name, port in ports.items() if not isinstance(port, StopPort)}
+    with open_phase(handle, *owned, name="encode", session=session, ports=ports) as phase:
+        plan_loras(phase, owned)
+        with contextlib.suppress(PhaseDone), friendly_errors():
+            phase.pipeline(**run, generator=torch.Generator("cpu").manual_seed(0))
+        notes = _prompt_notes(phase, call, ports)
+        phase.notes += notes
+        plain = records.settle()
+    return Embeds(handle.pipeline, encoders_mark(handle, source), plain_call(call), plain, tuple(notes))
+
+
+def _port(role: Role, name: str, records: Records, device: torch.device) -> Port:
+    if role is Role.ENCODER:
+        return RecordingPort(name, records, device)
+    if role is Role.VAE:
+        return EncodeOnlyPort(name, records, device)
+    return RunPort() if role is Role.HEAD else StopPort()
+
+
+def force_guidance(handle: Handle, call: dict[str, Any]) -> dict[str, Any]:
+    forced = dict(call)
+    for name, parameter in call_parameters(handle.pipeline_cls).items():
+        if name in GUIDANCE_ARGUMENTS:
+            value = call.get(name, parameter.default)
+            if isinstance(value, int | float) and value <= 1:
+                forced[name] = FORCED_GUIDANCE
+    return forced
+
+
+@contextlib.contextmanager
+def friendly_errors() -> Any:
+    """Turns a pipeline's complaint about its arguments into ours; it is a sentence already."""
+    try:
+        yield
+    except ValueError as error:
+        if type(error) is not ValueError or not _from_check(error):
+            raise
+        raise InputError(str(error).strip().replace("`", "")) from None
+
+
+def _from_check(error: ValueError) -> bool:
+    """Whether the pipeline itself raised it, not something below it."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and "diffusers/pipelines" in trace.tb_frame.f_code.co_filename.replace("\\", "/")
+
+
+def _prompt_notes(phase: Phase, call: dict[str, Any], ports: dict[str, Port]) -> list[str]:
+    """Sentences about a prompt that is empty or longer than every encoder takes."""
+    prompts = call.get("prompt")
+    texts = [prompts] if isinstance(prompts, str) else list(prompts or [])
+    if any(not text.strip() for text in texts):
+        return ["The prompt is empty: nothing guides the picture."]
+    cut = []
+    for name, port in ports.items():
+        tokenizer = getattr(phase.pipeline, name.replace("text_encoder", "tokenizer"), None)
+        if not isinstance(port, RecordingPort) or not port.tokens or tokenizer is None:
+            continue
+        longest = max((_count_tokens(tokenizer, text) for text in texts), default=0)
+        cut.append((longest, port.tokens))
+    if cut and all(there > kept for there, kept in cut):
+        there, kept = max(cut, key=lambda pair: pair[1])
+        return [f"The prompt has {there} tokens and the model reads the first {kept}; the rest has no effect."]
+    return []
+
+
+def _count_tokens(tokenizer: Any, text: str) -> int:
+    try:
+        return len(tokenizer(text, truncation=False, verbose=False)["input_ids"])
+    except (TypeError, ValueError, KeyError):
+        return 0

@@ -1,0 +1,115 @@
+"""A handle says which model, on what device, in which dtype. It is plain data and holds no weight."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from ..devices import resolve_device, resolve_dtype
+from ..errors import InputError, ModelError
+from ..model_source import ComponentSource, ModelSource, pipeline_class, resolve_model
+from ..settings import OffloadSettings
+from ._loras import Lora, as_loras
+from ._pipeline import call_parameters
+
+
+@dataclass(frozen=True)
+class Handle:
+    """A model ready for phases. Frozen, hashable, picklable; equal handles mean the same model and settings.
+
+    model: folder as given. fingerprint: of the model's configs and files when it was loaded; a phase refuses files that
+    changed since. device and dtype: as asked ("auto" is decided where the phase runs). loras: applied in this order.
+    """
+
+    model: str = field(repr=False)
+    fingerprint: str = field(repr=False)
+    pipeline: str
+    device: str = "auto"
+    dtype: str = "auto"
+    settings: OffloadSettings = field(default_factory=OffloadSettings, repr=False)
+    loras: tuple[Lora, ...] = ()
+
+    def source(self) -> ModelSource:
+        """The model's files, checked again. Raises ModelError if they are gone or changed since `load`."""
+        source = resolve_model(self.model)
+        if source.fingerprint != self.fingerprint:
+            raise ModelError(f"The model {source.root.name} changed on disk since it was loaded. Load it again.")
+        return source
+
+    def device_here(self) -> torch.device:
+        return resolve_device(self.device)
+
+    def dtype_of(self, component: ComponentSource) -> torch.dtype:
+        """The dtype a component runs in: the handle's, or with "auto" the one that holds most bytes of its file."""
+        wanted = resolve_dtype(self.dtype)
+        stored = getattr(torch, component.dtype or "float32")
+        return wanted or (stored if stored.itemsize >= 2 else torch.bfloat16)
+
+    @property
+    def pipeline_cls(self) -> Any:
+        return pipeline_class(self.source())
+
+    @property
+    def defaults(self) -> Mapping[str, Any]:
+        """Defaults of the pipeline's call, overlaid by the model's own (phase_offload.json)."""
+        signature = call_parameters(self.pipeline_cls)
+        own = {name: p.default for name, p in signature.items() if p.default is not p.empty}
+        return {**own, **self.model_defaults}
+
+    @property
+    def model_defaults(self) -> Mapping[str, Any]:
+        """Arguments that the model's folder sets (phase_offload.json), of those its pipeline takes."""
+        signature = call_parameters(self.pipeline_cls)
+        return {name: value for name, value in self.source().defaults.items() if name in signature}
+
+    @property
+    def guidance_name(self) -> str | None:
+        """The argument that turns guidance up: true CFG where the pipeline has it, else its guidance scale."""
+        return self._first_argument("true_cfg_scale", "guidance_scale")
+
+    @property
+    def images_name(self) -> str | None:
+        """The argument that sets how many pictures or videos one prompt gives."""
+        return self._first_argument("num_images_per_prompt", "num_videos_per_prompt")
+
+    def _first_argument(self, *names: str) -> str | None:
+        signature = call_parameters(self.pipeline_cls)
+        return next((name for name in names if name in signature), None)
+
+
+def load(
+    model: str | os.PathLike[str],
+    *,
+    device: str | torch.device = "auto",
+    dtype: str | torch.dtype = "auto",
+    settings: OffloadSettings | None = None,
+    loras: Sequence[Any] = (),
+) -> Handle:
+    """A handle for the diffusers folder `model`. Reads configs and safetensors headers, no weights.
+
+    device: "auto", "cpu", "cuda:0", ...; dtype: "auto" (each component in its file's own), "float32", "bfloat16" or
+    "float16", weights are cast on the way in; settings: how phases run; loras: paths of LoRA files, or (path, scale).
+
+    Raises ModelError if the folder can't be used, InputError for a dtype or device that isn't one, DeviceError for a
+    device that isn't there.
+    """
+    settings = settings or OffloadSettings()
+    device = settings.execution_device if str(device) == "auto" else str(device)
+    resolve_device(device)
+    resolve_dtype(dtype)
+    if settings.vae_tiling not in ("auto", "on", "off"):
+        raise InputError(f"vae_tiling is {settings.vae_tiling!r}; use auto, on or off.")
+    source = resolve_model(model)
+    handle = Handle(
+        model=str(source.root),
+        fingerprint=source.fingerprint,
+        pipeline=source.pipeline_class,
+        device=device,
+        dtype=str(dtype).removeprefix("torch."),
+        settings=settings,
+    )
+    return replace(handle, loras=as_loras(loras))

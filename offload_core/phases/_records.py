@@ -1,0 +1,176 @@
+"""Embeddings and latents: what one phase hands to the next, in memory and on disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import InputError, RecordError
+from ._layout import Layout
+from ._plain import Plain, raw_bytes, to_plain
+
+FORMAT = 1
+
+
+@dataclass(frozen=True, eq=False)
+class Embeds:
+    """What the encoders answered, found by what they were asked. CPU tensors only.
+
+    pipeline: class it was made with. encoders: fingerprint of the encoders that made it; other weights are refused.
+    call: the arguments of the encode call (prompt, negative prompt, text length, ...), used by denoise as defaults.
+    records: answers by content of the question. notes: sentences worth knowing (a prompt that was cut).
+    """
+
+    pipeline: str
+    encoders: str = field(repr=False)
+    call: Plain = field(repr=False)
+    records: dict[str, Plain] = field(repr=False)
+    notes: tuple[str, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        return self.call.nbytes + sum(record.nbytes for record in self.records.values())
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Writes a safetensors file, whole or not at all. Returns its path."""
+        meta = {"pipeline": self.pipeline, "encoders": self.encoders, "notes": list(self.notes)}
+        return _write(path, "embeds", meta, {"call": self.call, **{f"record:{k}": v for k, v in self.records.items()}})
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Embeds:
+        """Raises RecordError, naming the field, for a file that isn't whole or isn't embeddings."""
+        meta, plains = _read(path, "embeds")
+        records = {k.removeprefix("record:"): v for k, v in plains.items() if k.startswith("record:")}
+        return cls(
+            _need(meta, "pipeline", str, path),
+            _need(meta, "encoders", str, path),
+            _need(plains, "call", Plain, path),
+            records,
+            tuple(_need(meta, "notes", list, path)),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Latents:
+    """What decode needs: exactly the arguments the pipeline passed to its VAE. CPU tensors only.
+
+    pipeline: class that made them (or will decode them). vae: fingerprint of the VAE's config. component: which VAE.
+    dtype: the VAE's dtype at that moment ("float32" for an SDXL VAE that must be upcast). decode: the arguments of
+    `vae.decode`. layout: how `samples` relates to them. height, width: size in pixels that was asked for, if it was.
+    """
+
+    pipeline: str
+    vae: str = field(repr=False)
+    component: str = field(repr=False)
+    dtype: str = field(repr=False)
+    decode: Plain = field(repr=False)
+    layout: Layout = field(repr=False)
+    seed: int | None = None
+    height: int | None = None
+    width: int | None = None
+
+    @property
+    def samples(self) -> torch.Tensor:
+        """float32 latents as ComfyUI's LATENT holds them: unscaled VAE output, (B, C, h, w) or (B, C, T, h, w)."""
+        return self.layout.to_samples(self._latents())
+
+    def is_stale(self, samples: torch.Tensor) -> bool:
+        """Whether `samples` differ from what this record decodes, so that the record no longer speaks for them."""
+        mine = self.samples
+        return mine.shape != samples.shape or raw_bytes(mine) != raw_bytes(samples.to(torch.float32))
+
+    def with_samples(self, samples: torch.Tensor) -> Latents:
+        """Latents that decode `samples` in place of what was recorded."""
+        mine = self._latents()
+        self.layout.check(samples, self.samples.shape)
+        tensors = list(self.decode.tensors)
+        tensors[self._index()] = self.layout.to_latents(samples).to(mine.dtype).contiguous().clone()
+        return replace(self, decode=Plain(self.decode.structure, tuple(tensors)), seed=None, height=None, width=None)
+
+    def _latents(self) -> torch.Tensor:
+        return self.decode.tensors[self._index()]
+
+    def _index(self) -> int:
+        args, kwargs = self.decode.structure["list"]
+        first = args["list"][0] if args["list"] else dict(kwargs["dict"]).get("z")
+        if not isinstance(first, dict) or "tensor" not in first:
+            raise RecordError("The latents' record has no tensor in its field decode. Run Denoise again.")
+        return int(first["tensor"])
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Writes a safetensors file, whole or not at all. Returns its path."""
+        meta = {
+            name: getattr(self, name) for name in ("pipeline", "vae", "component", "dtype", "seed", "height", "width")
+        }
+        meta["layout"] = self.layout.kind
+        return _write(path, "latents", meta, {"decode": self.decode, "layout": Plain(None, self.layout.statistics)})
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Latents:
+        """Raises RecordError, naming the field, for a file that isn't whole or isn't latents."""
+        meta, plains = _read(path, "latents")
+        text = {name: _need(meta, name, str, path) for name in ("pipeline", "vae", "component", "dtype")}
+        numbers = {name: _need(meta, name, int | None, path) for name in ("seed", "height", "width")}
+        layout = Layout(_need(meta, "layout", str, path), _need(plains, "layout", Plain, path).tensors)
+        latents = cls(**text, decode=_need(plains, "decode", Plain, path), layout=layout, **numbers)
+        latents._index()
+        return latents
+
+
+def _need(fields: dict[str, Any], name: str, kind: Any, path: str | os.PathLike[str]) -> Any:
+    if name not in fields or not isinstance(fields[name], kind):
+        raise RecordError(f"{Path(path).name} lacks the field {name}, or it isn't what it should be. Save it again.")
+    return fields[name]
+
+
+def _write(path: str | os.PathLike[str], kind: str, meta: dict[str, Any], plains: dict[str, Plain]) -> Path:
+    from safetensors.torch import save
+
+    target = Path(path)
+    if not target.parent.is_dir():
+        raise InputError(f"The {kind} can't be saved: there is no folder {target.parent}.")
+    tensors = {f"{name}/{i}": t for name, plain in plains.items() for i, t in enumerate(plain.tensors)}
+    structures = {name: [plain.structure, len(plain.tensors)] for name, plain in plains.items()}
+    metadata = {"format": f"phase-offload-{kind}-{FORMAT}", "meta": json.dumps(meta), "values": json.dumps(structures)}
+    data = save({name: tensor.clone() for name, tensor in tensors.items()}, metadata)
+    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        os.replace(temporary, target)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    return target
+
+
+def _read(path: str | os.PathLike[str], kind: str) -> tuple[dict[str, Any], dict[str, Plain]]:
+    from safetensors import SafetensorError, safe_open
+
+    source = Path(path)
+    if not source.is_file():
+        raise InputError(f"There is no file {source.name} to read {kind} from.")
+    try:
+        with safe_open(source, framework="pt") as file:
+            metadata = file.metadata() or {}
+            if metadata.get("format") != f"phase-offload-{kind}-{FORMAT}":
+                found = metadata.get("format", "no format")
+                raise RecordError(f"{source.name} doesn't hold {kind} of this version (its field format says {found}).")
+            structures = json.loads(metadata["values"])
+            plains = {
+                name: Plain(structure, tuple(file.get_tensor(f"{name}/{i}").clone() for i in range(count)))
+                for name, (structure, count) in structures.items()
+            }
+            return json.loads(metadata["meta"]), plains
+    except (SafetensorError, KeyError, ValueError, TypeError) as error:
+        raise RecordError(f"{source.name} is damaged and can't be read as {kind} ({error}). Save it again.") from None
+
+
+def plain_call(kwargs: dict[str, Any]) -> Plain:
+    return to_plain(kwargs, "an argument of encode")

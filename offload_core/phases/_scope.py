@@ -1,0 +1,158 @@
+"""`open_phase`: a scope that owns its weights. However it is left, everything it took is given back."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import traceback
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+from ..devices import HostPeak, empty_cache, peak_bytes, reset_peak
+from ..errors import InputError, InsufficientMemoryError
+from ..report import PhaseReport
+from ..session import Progress, Session
+from ._components import Component, Usage
+from ._handle import Handle
+from ._pipeline import build_pipeline
+from ._ports import Port, RunPort
+
+
+class Phase:
+    """An open phase: `pipeline` with `modules` of which the owned ones load on first use, the others stay cold."""
+
+    def __init__(self, name: str, handle: Handle, session: Session) -> None:
+        self.name, self.handle, self.session = name, handle, session
+        self.device = handle.device_here()
+        self.usage = Usage()
+        self.notes: list[str] = []
+        self.components: dict[str, Component] = {}
+        self.pipeline: Any = None
+        self.on_step: Callable[[int, int], None] = self._count_step
+        self._to_load = 0
+        self._arrived = 0
+        self._given_back: list[tuple[weakref.ref[Any], int]] = []
+
+    @property
+    def modules(self) -> dict[str, torch.nn.Module]:
+        return {name: component.module for name, component in self.components.items()}
+
+    def build(self, ports: dict[str, Port], owned: set[str]) -> None:
+        source = self.handle.source()
+        for name, part in source.components.items():
+            if part.has_weights:
+                component = Component(part, self.handle.dtype_of(part), self.device, self.usage, self._poll)
+                component.use(ports.get(name, RunPort()), owned=name in owned)
+                self.components[name] = component
+                self._to_load += part.weight_bytes if name in owned else 0
+        self.pipeline = build_pipeline(source, self.modules, self.device, lambda n, total: self.on_step(n, total))
+
+    def _poll(self, arrived: int) -> None:
+        self.session.observer.check_interrupt()
+        if arrived:
+            self._arrived += arrived
+            done = min(self._arrived, self._to_load)
+            self.session.observer.progress(Progress(self.name, "load", done, self._to_load, "bytes"))
+
+    def _count_step(self, done: int, total: int) -> None:
+        self.session.observer.progress(Progress(self.name, "step", done, total, "steps"))
+        self.session.observer.check_interrupt()
+
+    def forwards(self) -> dict[str, int]:
+        return {name: c.gate.forwards for name, c in self.components.items() if c.gate.forwards}
+
+    def close(self) -> int:
+        """Gives everything back. Returns the bytes of storages that something outside still holds."""
+        self.give_back(self.components.values())
+        self.components.clear()
+        if self.pipeline is not None:
+            self.pipeline.__dict__.clear()
+        self.pipeline = None
+        empty_cache(self.device)
+        return sum(nbytes for storage, nbytes in self._given_back if storage() is not None)
+
+    def give_back(self, components: Iterable[Component]) -> None:
+        """Releases components in the middle of a phase or at its end; they load again if they are used again."""
+        for component in components:
+            self._given_back += component.release()
+
+
+@contextlib.contextmanager
+def open_phase(
+    handle: Handle,
+    *components: str,
+    name: str = "phase",
+    session: Session | None = None,
+    ports: dict[str, Port] | None = None,
+) -> Iterator[Phase]:
+    """Makes `components` of the model usable by any of their methods; everything else of the pipeline is cold.
+
+    Yields a Phase with `.modules` and `.pipeline`. Owned components load on first use. Leaving the scope by any exit
+    (return, exception, KeyboardInterrupt, the host's interrupt) releases all of it, even if somebody still holds the
+    module, and adds a PhaseReport to the session.
+
+    Raises InputError for a component that the model doesn't have, InsufficientMemoryError when memory ran out,
+    ColdWeightError (from whoever does it) when a cold weight is touched.
+    """
+    session = session or Session()
+    unknown = [part for part in components if part not in handle.source().components]
+    if unknown:
+        raise InputError(f"The model has no component {unknown[0]!r}; it has {', '.join(handle.source().components)}.")
+    session.enter(name)
+    phase = Phase(name, handle, session)
+    started, peak = time.perf_counter(), HostPeak()
+    reset_peak(phase.device)
+    rng = torch.get_rng_state()
+    try:
+        try:
+            with torch.inference_mode(False), torch.no_grad():
+                phase.build(ports or {}, set(components))
+                yield phase
+        except BaseException as error:
+            _forget_frames(error)
+            raise
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        raise _out_of_memory(phase, error) from None
+    finally:
+        torch.set_rng_state(rng)
+        forwards = phase.forwards()
+        host, device = peak.sample(), peak_bytes(phase.device)
+        leaked = phase.close()
+        session.leave()
+        session.report.phases.append(
+            PhaseReport(
+                name=name,
+                wall_s=time.perf_counter() - started,
+                load_s=phase.usage.load_s,
+                weight_bytes=phase.usage.weight_bytes,
+                device_peak_bytes=device,
+                host_peak_bytes=host,
+                bytes_read=phase.usage.bytes_read,
+                leaked_bytes=leaked,
+                device=str(phase.device),
+                forwards=forwards,
+                notes=tuple(phase.notes),
+            )
+        )
+
+
+def _forget_frames(error: BaseException | None) -> None:
+    """Drops the locals of finished frames: a kept exception otherwise keeps activations and weights alive."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
+
+def _out_of_memory(phase: Phase, error: BaseException) -> InsufficientMemoryError:
+    largest = max((part.source.weight_bytes for part in phase.components.values()), default=0)
+    weights = f" (its largest component has {largest / 2**30:.1f} GiB of weights)"
+    return InsufficientMemoryError(
+        f"The {phase.name} phase ran out of memory on {phase.device}{weights}. "
+        "Use a smaller picture, fewer images at once, VAE tiling, a smaller model, or device=cpu."
+    )
+
