@@ -24,9 +24,7 @@ def resolve_device(device: str | torch.device) -> torch.device:
     try:
         wanted = torch.device(device)
     except RuntimeError:
-        raise InputError(
-            f"{device!r} isn't a device. Use auto, cpu, or an accelerator such as cuda:0."
-        ) from None
+        raise InputError(f"{device!r} isn't a device. Use auto, cpu, or an accelerator such as cuda:0.") from None
     if wanted.type == "cpu":
         return _CPU
     if accelerator is None or wanted.type != accelerator.type:

@@ -1,7 +1,7 @@
 """Phases: a pipeline's own code run in parts, each with only its components loaded. See docs/phases.md."""
 
 from ._decode import decode, latents_from_samples
-from ._denoise import denoise
+from ._denoise import check_denoise, denoise
 from ._encode import encode
 from ._handle import Handle, load
 from ._loras import Lora
@@ -14,6 +14,7 @@ __all__ = [
     "Latents",
     "Lora",
     "Phase",
+    "check_denoise",
     "decode",
     "denoise",
     "encode",

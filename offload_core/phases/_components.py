@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -20,6 +21,9 @@ from ._cold import ColdWeight, forget_method_caches, make_cold, real_tensors, sc
 from ._ports import Gate, Port, RecordingPort, attach_gate, watch_parts
 
 SMALL_STATE_BYTES = 2**20
+
+# diffusers, transformers and accelerate patch torch for the whole process while they build a model without weights.
+_BUILDING = threading.RLock()
 
 
 @dataclass
@@ -46,6 +50,7 @@ class Component:
         self.module = _skeleton(source, dtype, device)
         self.loaded = False
         self.skip: tuple[str, ...] = ()
+        self.recast: torch.dtype | None = None
         self.before_load: Callable[[], None] | None = None
         self.after_load: Callable[[nn.Module], None] | None = None
         self._cold_state: dict[str, Any] = {}
@@ -67,8 +72,12 @@ class Component:
         self._check_room()
         with torch.inference_mode(False), torch.no_grad():
             real = _from_files(self.source, self.dtype)
-            _scrub_skipped(real, self.skip, self.source.name, self.device)
-            _move(real, self.device, self.poll)
+            try:
+                _leave_out(real, self.skip, self.source.name, self.device, self.recast)
+                _move(real, self.device, self.recast, self.poll)
+            except BaseException:
+                make_cold(real, self.source.name, self.device, buffers=True)
+                raise
             if isinstance(self.gate.port, RecordingPort):
                 watch_parts(real, self.gate)
             _poll_each_block(real, self.poll)
@@ -95,6 +104,10 @@ class Component:
         self.loaded = False
         return held
 
+    def empty(self) -> None:
+        """Takes the small state of a cold component, too: libraries tie modules into cycles that outlive a phase."""
+        make_cold(self.module, self.source.name, self.device, buffers=True)
+
     def _check_room(self) -> None:
         there = total_bytes(self.device)
         if there is not None and self.source.weight_bytes > there:
@@ -119,7 +132,7 @@ def _skeleton(source: ComponentSource, dtype: torch.dtype, device: torch.device)
     cls = component_class(source)
     rng = torch.get_rng_state()
     try:
-        with torch.inference_mode(False), init_empty_weights(include_buffers=False), quiet_libraries():
+        with _BUILDING, torch.inference_mode(False), init_empty_weights(include_buffers=False), quiet_libraries():
             module = _from_config(cls, source)
     finally:
         torch.set_rng_state(rng)
@@ -151,26 +164,31 @@ def _read_small_buffers(module: nn.Module, source: ComponentSource, dtype: torch
 
 
 def _from_files(source: ComponentSource, dtype: torch.dtype) -> nn.Module:
-    """The library's own loader: in the file's dtype this maps the file and copies nothing."""
+    """The library's own loader: in the file's dtype this maps the file and copies nothing.
+
+    `requires_grad` stays as the library sets it: torch's matmul folds a batch into one product only for weights that
+    require grad, and in float16 the two forms differ in their last bits.
+    """
     cls: Any = component_class(source)
-    options: dict[str, Any] = {"use_safetensors": True, "local_files_only": True}
+    options: dict[str, Any] = {"dtype": dtype, "use_safetensors": True, "local_files_only": True}
     if source.variant:
         options["variant"] = source.variant
-    options["dtype" if source.library == "transformers" else "torch_dtype"] = dtype
-    with quiet_libraries():
+    with _BUILDING, quiet_libraries():
         module: nn.Module = cls.from_pretrained(str(source.directory), **options)
-    return module.eval().requires_grad_(False)
+    return module.eval()
 
 
-def _scrub_skipped(module: nn.Module, skip: tuple[str, ...], name: str, device: torch.device) -> None:
-    for part in skip:
+def _leave_out(
+    module: nn.Module, parts: tuple[str, ...], name: str, device: torch.device, dtype: torch.dtype | None
+) -> None:
+    for part in parts:
         child = getattr(module, part, None)
         if isinstance(child, nn.Module):
-            make_cold(child, f"{name}.{part}", device, buffers=True)
+            make_cold(child, f"{name}.{part}", device, dtype, buffers=True)
 
 
-def _move(module: nn.Module, device: torch.device, poll: Callable[[int], None]) -> None:
-    """Moves each parameter and buffer once (ties survive), polling for progress and interrupt at each."""
+def _move(module: nn.Module, device: torch.device, dtype: torch.dtype | None, poll: Callable[[int], None]) -> None:
+    """Moves (and casts, if asked) each parameter and buffer once, so that ties survive; polls at each."""
     moved: dict[int, Any] = {}
     for child in module.modules():
         for held in (child._parameters, child._buffers):
@@ -178,16 +196,17 @@ def _move(module: nn.Module, device: torch.device, poll: Callable[[int], None]) 
                 if tensor is None:
                     continue
                 if id(tensor) not in moved:
-                    moved[id(tensor)] = _on_device(tensor, device)
+                    moved[id(tensor)] = _on_device(tensor, device, dtype)
                     poll(tensor.nbytes)
                 held[key] = moved[id(tensor)]
 
 
-def _on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    if tensor.device == device:
+def _on_device(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | None) -> torch.Tensor:
+    dtype = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+    if isinstance(tensor, ColdWeight) or (tensor.device == device and tensor.dtype == dtype):
         return tensor
-    there = tensor.detach().to(device)
-    return nn.Parameter(there, requires_grad=False) if isinstance(tensor, nn.Parameter) else there
+    there = tensor.detach().to(device, dtype)
+    return nn.Parameter(there, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else there
 
 
 def _poll_each_block(module: nn.Module, poll: Callable[[int], None]) -> None:

@@ -21,6 +21,12 @@ from ._scope import Phase, open_phase
 from ._tiling import TILE_PIXELS, tile
 
 OUTPUT_TYPES = ("pil", "np", "pt")
+# Tile sizes to try in turn, in pixels; None decodes whole.
+TILE_SIZES: dict[str, tuple[int | None, ...]] = {
+    "off": (None,),
+    "on": (TILE_PIXELS,),
+    "auto": (None, TILE_PIXELS, TILE_PIXELS // 2),
+}
 ENCODER_HALF = ("encoder", "quant_conv")
 
 
@@ -44,7 +50,7 @@ def decode(
     tiling = tiling or handle.settings.vae_tiling
     if output_type not in OUTPUT_TYPES:
         raise InputError(f"output_type is {output_type!r}; use one of {', '.join(OUTPUT_TYPES)}.")
-    if tiling not in ("auto", "on", "off"):
+    if tiling not in TILE_SIZES:
         raise InputError(f"tiling is {tiling!r}; use auto, on or off.")
     source = handle.source()
     _check_latents(handle, source, latents)
@@ -53,7 +59,9 @@ def decode(
     with open_phase(handle, *owned, name="decode", session=session or Session(), ports=ports) as phase:
         component = phase.components[latents.component]
         component.skip = ENCODER_HALF
-        component.after_load = lambda module: _to_dtype(module, latents.dtype)
+        # What the pipeline did to its VAE before decoding: an SDXL VAE in float16 is upcast.
+        recast = getattr(torch, latents.dtype)
+        component.recast = recast if recast != component.dtype else None
         picture = _decode(phase, component.module, latents, tiling)
         if not torch.isfinite(picture).all():
             raise NumericalError(
@@ -103,16 +111,9 @@ def _check_latents(handle: Handle, source: ModelSource, latents: Any) -> None:
         )
 
 
-def _to_dtype(module: torch.nn.Module, dtype: str) -> None:
-    """What the pipeline did to its VAE before decoding (an SDXL VAE in float16 is upcast), for the loaded one."""
-    if getattr(module, "dtype", None) != getattr(torch, dtype):
-        torch.nn.Module.to(module, getattr(torch, dtype))
-
-
 def _decode(phase: Phase, vae: Any, latents: Latents, tiling: str) -> torch.Tensor:
     """Whole, or in tiles; with "auto" in smaller and smaller ones after running out of memory."""
-    whole: list[int | None] = [None]
-    sizes = {"off": whole, "on": [TILE_PIXELS], "auto": [*whole, TILE_PIXELS, TILE_PIXELS // 2]}[tiling]
+    sizes = TILE_SIZES[tiling]
     phase.components[latents.component].load()
     for index, pixels in enumerate(sizes):
         if pixels is not None and not tile(vae, pixels):
@@ -153,6 +154,8 @@ def _finish(phase: Phase, picture: torch.Tensor, latents: Latents, output_type: 
     size = (latents.height, latents.width)
     if hasattr(processor, "resize_and_crop_tensor") and None not in size and tuple(picture.shape[-2:]) != size:
         picture = processor.resize_and_crop_tensor(picture, latents.width, latents.height)
+    if getattr(pipeline, "watermark", None) is not None:
+        picture = pipeline.watermark.apply_watermark(picture)
     return _on_cpu(processor.postprocess(picture, output_type=output_type, **_safety(phase, picture)))
 
 

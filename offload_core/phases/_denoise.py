@@ -65,6 +65,15 @@ def denoise(
         raise MissingRecordError(_missing_sentence(embeds, call, missing.component)) from None
 
 
+def check_denoise(handle: Handle, *, seed: int = 0, **pipeline_kwargs: Any) -> None:
+    """Raises the InputError that `denoise` would raise for these arguments, before anything is encoded or loaded."""
+    _check_seed(seed)
+    call = {**handle.model_defaults, **pipeline_kwargs}
+    check_call(handle.pipeline_cls, call)
+    with open_phase(handle, name="check") as phase:
+        _check_size(phase.pipeline, call)
+
+
 def _run(
     handle: Handle,
     source: ModelSource,
@@ -198,4 +207,3 @@ def _missing_sentence(embeds: Embeds, call: dict[str, Any], component: str) -> s
         f"Denoise asks {component} for something that Encode didn't encode; it differs in: {suspects}. "
         "Give Encode the same arguments."
     )
-

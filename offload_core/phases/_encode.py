@@ -13,6 +13,7 @@ from ._handle import Handle
 from ._loras import plan_loras
 from ._marks import encoders_mark
 from ._pipeline import call_parameters, check_call
+from ._plain import from_plain
 from ._ports import EncodeOnlyPort, PhaseDone, Port, RecordingPort, Records, RunPort, StopPort
 from ._records import Embeds, plain_call
 from ._roles import Role, models, role_of
@@ -73,6 +74,7 @@ def run_encode(
     handle: Handle, run: dict[str, Any], call: dict[str, Any], session: Session, known: dict[str, Any]
 ) -> Embeds:
     """Runs the phase with the arguments `run`; `call` is kept for Denoise, `known` needn't be encoded again."""
+    kept, run = plain_call(call), from_plain(plain_call(run), torch.device("cpu"))  # pipelines write into their lists
     source = handle.source()
     records, device = Records(known), handle.device_here()
     ports: dict[str, Port] = {name: _port(role_of(part), name, records, device) for name, part in models(source)}
@@ -84,7 +86,7 @@ def run_encode(
         notes = _prompt_notes(phase, call, ports)
         phase.notes += notes
         plain = records.settle()
-    return Embeds(handle.pipeline, encoders_mark(handle, source), plain_call(call), plain, tuple(notes))
+    return Embeds(handle.pipeline, encoders_mark(handle, source), kept, plain, tuple(notes))
 
 
 def _port(role: Role, name: str, records: Records, device: torch.device) -> Port:

@@ -21,7 +21,7 @@ from ..errors import MissingRecordError, RecordError
 
 @dataclass(frozen=True, eq=False)
 class Plain:
-    """A value as a JSON-able `structure` and the `tensors` it refers to by index (contiguous, on the CPU)."""
+    """A value as a JSON-able `structure` and the `tensors` it refers to by index (dense, on the CPU)."""
 
     structure: Any
     tensors: tuple[torch.Tensor, ...] = ()
@@ -56,7 +56,7 @@ def from_plain(plain: Plain, device: torch.device) -> Any:
 
 def _keep(tensor: torch.Tensor, tensors: list[torch.Tensor]) -> int:
     with torch.inference_mode(False), torch.no_grad():
-        tensors.append(torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach()))
+        tensors.append(tensor.detach().to("cpu", copy=True))  # keeps channels-last: kernels choose by strides
     return len(tensors) - 1
 
 
@@ -198,9 +198,7 @@ class TrackedOutput:
         return cls({field.name: _track(getattr(output, field.name)) for field in dataclasses.fields(output)})
 
     def kept(self) -> dict[str, Any]:
-        return {
-            name: value if value is None or name in self._used else PRUNED for name, value in self._fields.items()
-        }
+        return {name: value if value is None or name in self._used else PRUNED for name, value in self._fields.items()}
 
     def _read(self, name: str) -> Any:
         self._used.add(name)

@@ -39,7 +39,6 @@ class Previewer:
     def step(self, done: int, total: int) -> None:
         observer = self.phase.session.observer
         observer.progress(Progress(self.phase.name, "step", done, total, "steps", self.picture))
-        observer.check_interrupt()
 
     def _draw(self, pipeline: Any, step: int, latents: torch.Tensor) -> Any:
         from PIL import Image

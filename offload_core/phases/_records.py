@@ -136,9 +136,9 @@ def _write(path: str | os.PathLike[str], kind: str, meta: dict[str, Any], plains
     if not target.parent.is_dir():
         raise InputError(f"The {kind} can't be saved: there is no folder {target.parent}.")
     tensors = {f"{name}/{i}": t for name, plain in plains.items() for i, t in enumerate(plain.tensors)}
-    structures = {name: [plain.structure, len(plain.tensors)] for name, plain in plains.items()}
+    structures = {name: [plain.structure, [t.stride() for t in plain.tensors]] for name, plain in plains.items()}
     metadata = {"format": f"phase-offload-{kind}-{FORMAT}", "meta": json.dumps(meta), "values": json.dumps(structures)}
-    data = save({name: tensor.clone() for name, tensor in tensors.items()}, metadata)
+    data = save({name: tensor.contiguous() for name, tensor in tensors.items()}, metadata)
     handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     try:
         with os.fdopen(handle, "wb") as file:
@@ -163,13 +163,21 @@ def _read(path: str | os.PathLike[str], kind: str) -> tuple[dict[str, Any], dict
                 found = metadata.get("format", "no format")
                 raise RecordError(f"{source.name} doesn't hold {kind} of this version (its field format says {found}).")
             structures = json.loads(metadata["values"])
-            plains = {
-                name: Plain(structure, tuple(file.get_tensor(f"{name}/{i}").clone() for i in range(count)))
-                for name, (structure, count) in structures.items()
-            }
+            plains = {}
+            for name, (structure, strides) in structures.items():
+                tensors = [_strided(file.get_tensor(f"{name}/{i}"), stride) for i, stride in enumerate(strides)]
+                plains[name] = Plain(structure, tuple(tensors))
             return json.loads(metadata["meta"]), plains
-    except (SafetensorError, KeyError, ValueError, TypeError) as error:
+    except (SafetensorError, KeyError, ValueError, TypeError, RuntimeError) as error:
         raise RecordError(f"{source.name} is damaged and can't be read as {kind} ({error}). Save it again.") from None
+
+
+def _strided(tensor: torch.Tensor, strides: list[int]) -> torch.Tensor:
+    """A copy laid out as it was: safetensors stores tensors contiguous, and kernels choose by strides."""
+    reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, strides, strict=True))
+    if tensor.numel() and (min(strides, default=1) < 0 or reach != tensor.numel()):
+        raise ValueError("strides that don't fit their tensor")
+    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype).copy_(tensor)
 
 
 def plain_call(kwargs: dict[str, Any]) -> Plain:

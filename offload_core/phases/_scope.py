@@ -6,7 +6,7 @@ import contextlib
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ class Phase:
         self.notes: list[str] = []
         self.components: dict[str, Component] = {}
         self.pipeline: Any = None
-        self.on_step: Callable[[int, int], None] = self._count_step
+        self.on_step: Callable[[int, int], None] | None = None  # told of each step, in place of the observer
         self._to_load = 0
         self._arrived = 0
         self._given_back: list[tuple[weakref.ref[Any], int]] = []
@@ -48,7 +48,7 @@ class Phase:
                 component.use(ports.get(name, RunPort()), owned=name in owned)
                 self.components[name] = component
                 self._to_load += part.weight_bytes if name in owned else 0
-        self.pipeline = build_pipeline(source, self.modules, self.device, lambda n, total: self.on_step(n, total))
+        self.pipeline = build_pipeline(source, self.modules, self.device, self._step)
 
     def _poll(self, arrived: int) -> None:
         self.session.observer.check_interrupt()
@@ -57,8 +57,11 @@ class Phase:
             done = min(self._arrived, self._to_load)
             self.session.observer.progress(Progress(self.name, "load", done, self._to_load, "bytes"))
 
-    def _count_step(self, done: int, total: int) -> None:
-        self.session.observer.progress(Progress(self.name, "step", done, total, "steps"))
+    def _step(self, done: int, total: int) -> None:
+        if self.on_step is not None:
+            self.on_step(done, total)
+        else:
+            self.session.observer.progress(Progress(self.name, "step", done, total, "steps"))
         self.session.observer.check_interrupt()
 
     def forwards(self) -> dict[str, int]:
@@ -67,10 +70,12 @@ class Phase:
     def close(self) -> int:
         """Gives everything back. Returns the bytes of storages that something outside still holds."""
         self.give_back(self.components.values())
+        for component in self.components.values():
+            component.empty()
         self.components.clear()
         if self.pipeline is not None:
             self.pipeline.__dict__.clear()
-        self.pipeline = None
+        self.pipeline = self.on_step = None
         empty_cache(self.device)
         return sum(nbytes for storage, nbytes in self._given_back if storage() is not None)
 
@@ -80,52 +85,70 @@ class Phase:
             self._given_back += component.release()
 
 
-@contextlib.contextmanager
 def open_phase(
     handle: Handle,
     *components: str,
     name: str = "phase",
     session: Session | None = None,
     ports: dict[str, Port] | None = None,
-) -> Iterator[Phase]:
+) -> OpenPhase:
     """Makes `components` of the model usable by any of their methods; everything else of the pipeline is cold.
 
-    Yields a Phase with `.modules` and `.pipeline`. Owned components load on first use. Leaving the scope by any exit
-    (return, exception, KeyboardInterrupt, the host's interrupt) releases all of it, even if somebody still holds the
-    module, and adds a PhaseReport to the session.
+    A context manager; it gives a Phase with `.modules` and `.pipeline`. Owned components load on first use. Leaving
+    the scope by any exit (return, exception, KeyboardInterrupt, the host's interrupt) releases all of it, even if
+    somebody still holds the module, and adds a PhaseReport to the session.
 
     Raises InputError for a component that the model doesn't have, InsufficientMemoryError when memory ran out,
     ColdWeightError (from whoever does it) when a cold weight is touched.
     """
-    session = session or Session()
-    unknown = [part for part in components if part not in handle.source().components]
+    there = handle.source().components
+    unknown = [part for part in components if part not in there]
     if unknown:
-        raise InputError(f"The model has no component {unknown[0]!r}; it has {', '.join(handle.source().components)}.")
-    session.enter(name)
-    phase = Phase(name, handle, session)
-    started, peak = time.perf_counter(), HostPeak()
-    reset_peak(phase.device)
-    rng = torch.get_rng_state()
-    try:
+        raise InputError(f"The model has no component {unknown[0]!r}; it has {', '.join(there)}.")
+    return OpenPhase(Phase(name, handle, session or Session()), ports or {}, set(components))
+
+
+class OpenPhase(contextlib.AbstractContextManager[Phase]):
+    """The scope of a phase. Not a generator: contextlib puts a failed body's traceback back, with all its tensors."""
+
+    def __init__(self, phase: Phase, ports: dict[str, Port], owned: set[str]) -> None:
+        self.phase, self.ports, self.owned = phase, ports, owned
+
+    def __enter__(self) -> Phase:
+        phase = self.phase
+        phase.session.enter(phase.name)
+        self._modes = contextlib.ExitStack()
+        self._started, self._peak = time.perf_counter(), HostPeak()
+        self._rng = torch.get_rng_state()
+        reset_peak(phase.device)
         try:
-            with torch.inference_mode(False), torch.no_grad():
-                phase.build(ports or {}, set(components))
-                yield phase
+            self._modes.enter_context(torch.inference_mode(False))
+            self._modes.enter_context(torch.no_grad())
+            phase.build(self.ports, self.owned)
         except BaseException as error:
-            _forget_frames(error)
+            self._leave(error)
             raise
-    except (torch.OutOfMemoryError, MemoryError) as error:
-        raise _out_of_memory(phase, error) from None
-    finally:
-        torch.set_rng_state(rng)
-        forwards = phase.forwards()
-        host, device = peak.sample(), peak_bytes(phase.device)
-        leaked = phase.close()
-        session.leave()
-        session.report.phases.append(
+        return phase
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        del trace  # it would live on in the traceback of an error raised here
+        self._leave(error)
+
+    def _leave(self, error: BaseException | None) -> None:
+        phase = self.phase
+        _forget_frames(error)
+        self._modes.close()
+        torch.set_rng_state(self._rng)
+        forwards, host, device = phase.forwards(), self._peak.sample(), peak_bytes(phase.device)
+        short = _out_of_memory(phase) if isinstance(error, torch.OutOfMemoryError | MemoryError) else None
+        try:
+            leaked = phase.close()
+        finally:
+            phase.session.leave()
+        phase.session.report.phases.append(
             PhaseReport(
-                name=name,
-                wall_s=time.perf_counter() - started,
+                name=phase.name,
+                wall_s=time.perf_counter() - self._started,
                 load_s=phase.usage.load_s,
                 weight_bytes=phase.usage.weight_bytes,
                 device_peak_bytes=device,
@@ -137,22 +160,33 @@ def open_phase(
                 notes=tuple(phase.notes),
             )
         )
+        if short is not None:
+            raise short from None
 
 
 def _forget_frames(error: BaseException | None) -> None:
-    """Drops the locals of finished frames: a kept exception otherwise keeps activations and weights alive."""
+    """Takes the traceback off an error that leaves a phase, and keeps its text as a note.
+
+    Whoever keeps an exception (a host's error report, an interactive shell) keeps its frames, and they keep every
+    activation and weight of the failed forward. Clearing the frames isn't enough: they hold their functions, and the
+    closures of those hold the arguments.
+    """
     seen: set[int] = set()
+    text = "".join(traceback.format_exception(error)) if isinstance(error, Exception) else ""
+    first = error
     while error is not None and id(error) not in seen:
         seen.add(id(error))
         traceback.clear_frames(error.__traceback__)
+        error.__traceback__ = None
         error = error.__cause__ or error.__context__
+    if first is not None and text:
+        first.add_note(f"Inside the phase:\n{text}")
 
 
-def _out_of_memory(phase: Phase, error: BaseException) -> InsufficientMemoryError:
+def _out_of_memory(phase: Phase) -> InsufficientMemoryError:
     largest = max((part.source.weight_bytes for part in phase.components.values()), default=0)
     weights = f" (its largest component has {largest / 2**30:.1f} GiB of weights)"
     return InsufficientMemoryError(
         f"The {phase.name} phase ran out of memory on {phase.device}{weights}. "
         "Use a smaller picture, fewer images at once, VAE tiling, a smaller model, or device=cpu."
     )
-

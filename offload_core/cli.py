@@ -1,0 +1,297 @@
+"""The command line: ``phase-offload generate`` and ``phase-offload demo``; the nodes add ``run``.
+
+A thin door: it turns arguments into calls of the library, shows progress, writes files, and turns every error into
+one sentence and an exit code. Numbers are checked by the library, file names here, before anything runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from . import __version__
+from . import _picture_files as files
+from ._console import InterruptFlag, Terminal, quiet_libraries
+from .errors import InputError, InsufficientMemoryError, OffloadError
+
+#: Exit code -> what it means, as --help and the README list them.
+EXIT_CODES = {
+    0: "done",
+    1: "something unforeseen: a full disk, or a fault in this program (--debug shows where)",
+    2: "an argument or an input that can't be used",
+    3: "not enough memory on the device or in the machine",
+    4: "a model that can't be used: missing, incomplete, damaged, or it wants pickles or code",
+    130: "stopped by Ctrl-C",
+}
+
+
+@dataclass(frozen=True)
+class Command:
+    """One subcommand. `run` raises OffloadError for what a person can put right."""
+
+    name: str
+    help: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace, Terminal], None]
+
+
+def main(argv: Sequence[str] | None = None, extra_commands: Iterable[Command] = ()) -> int:
+    """Runs one command and returns its exit code. Argument errors leave through SystemExit(2), as argparse does."""
+    commands = {command.name: command for command in (GENERATE, DEMO, *extra_commands)}
+    args = _parser(commands.values()).parse_args(argv)
+    interrupt = InterruptFlag()
+    try:
+        with interrupt.listening():
+            quiet_libraries(args.debug)
+            commands[args.command].run(args, Terminal(interrupt))
+    except KeyboardInterrupt:
+        return _interrupted()
+    except Exception as error:
+        if interrupt.pressed:  # a library turned the interrupt into an error of its own
+            return _interrupted()
+        if args.debug:
+            import traceback
+
+            traceback.print_exc()
+        return _failed(error)
+    return 0
+
+
+def finish(terminal: Terminal, report: Any, report_file: Path | None, written: Sequence[Path] = ()) -> None:
+    """Ends a command: shows the report's table, writes its JSON if asked, and says where the pictures are."""
+    terminal.say(report.table())
+    if report_file is not None:
+        written = [*written, *files.write_files([(report_file, files.text_writer(report.to_json() + "\n"))])]
+    for path in written:
+        terminal.say(f"Wrote {path}")
+
+
+# ------------------------------------------------------------------------------------------------- generate
+
+
+def _generate_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", required=True, metavar="DIR", help="model folder (it has a model_index.json)")
+    parser.add_argument("--prompt", required=True, metavar="TEXT", help="what the picture should show")
+    parser.add_argument("--negative-prompt", metavar="TEXT", help="what it should not show")
+    parser.add_argument("--width", type=int, metavar="PIXELS", help="default: the model's own")
+    parser.add_argument("--height", type=int, metavar="PIXELS", help="default: the model's own")
+    parser.add_argument("--steps", type=int, metavar="N", help="denoising steps; default: the model's own")
+    parser.add_argument("--guidance-scale", type=float, metavar="X", help="default: the model's own")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="the same seed gives the same picture (0)")
+    parser.add_argument("--num-images", type=int, default=1, metavar="N", help="pictures in one go (1)")
+    parser.add_argument("--frames", type=int, metavar="N", help="frames of a video; default: the model's own")
+    parser.add_argument("--device", default="auto", metavar="NAME", help="auto, cpu, cuda, cuda:1, ... (auto)")
+    parser.add_argument("--dtype", default="auto", metavar="NAME", help="auto (the files' own), bfloat16, float32, ...")
+    parser.add_argument("--tiling", default="auto", choices=("auto", "on", "off"), help="decode in tiles (auto)")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("phase-offload.png"),
+        metavar="FILE",
+        help="picture to write: .png, .jpg, .webp; a video as .gif, .webp or a sequence of .png. An existing file is "
+        "replaced; several pictures become NAME-0.png, NAME-1.png, ... (phase-offload.png)",
+    )
+
+
+def _generate(args: argparse.Namespace, terminal: Terminal) -> None:
+    files.check_picture_file(args.output)
+    with terminal.session() as session:
+        import offload_core
+
+        handle = offload_core.load(args.model, device=args.device, dtype=args.dtype)
+        video = handle.images_name == "num_videos_per_prompt"
+        files.check_picture_file(args.output, video=video)
+        options = _denoise_options(args, handle)
+        offload_core.check_denoise(handle, seed=args.seed, **options)
+        embeds = offload_core.encode(handle, args.prompt, args.negative_prompt, session=session)
+        latents = offload_core.denoise(handle, embeds, seed=args.seed, session=session, **options)
+        images = offload_core.decode(handle, latents, output_type="pil", tiling=args.tiling, session=session)
+    if video:
+        frames = images if isinstance(images[0], (list, tuple)) else [images]
+        written = files.write_files(files.video_writers(args.output, frames))
+    else:
+        written = files.write_files(files.picture_writers(args.output, images))
+    finish(terminal, session.report, args.report, written)
+
+
+def _denoise_options(args: argparse.Namespace, handle: Any) -> dict[str, Any]:
+    """The pipeline's own arguments for those that were given; the rest is left to the model's defaults."""
+    given = {"width": args.width, "height": args.height, "num_inference_steps": args.steps}
+    options = {name: value for name, value in given.items() if value is not None}
+    if args.guidance_scale is not None:
+        if handle.guidance_name is None:
+            raise InputError("This model has no guidance; leave --guidance-scale out.")
+        options[handle.guidance_name] = args.guidance_scale
+    if args.frames is not None:
+        if handle.images_name != "num_videos_per_prompt":
+            raise InputError("This model makes pictures, not videos; leave --frames out.")
+        options["num_frames"] = args.frames
+    if args.num_images != 1:
+        if handle.images_name is None:
+            raise InputError("This model makes one picture at a time; leave --num-images out.")
+        options[handle.images_name] = args.num_images
+    return options
+
+
+GENERATE = Command("generate", "make pictures from a prompt with a model folder", _generate_arguments, _generate)
+
+
+# ----------------------------------------------------------------------------------------------------- demo
+
+
+def _demo_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--output-dir",
+        type=Path,
+        default=Path("phase-offload-demo"),
+        metavar="DIR",
+        help="folder for the pictures, made if it isn't there (phase-offload-demo)",
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="another seed, other pictures (0)")
+    parser.add_argument("--captions", nargs="+", metavar="TEXT", help="your own captions instead of the six built in")
+    parser.add_argument("--device", default="auto", metavar="NAME", help="auto, cpu, cuda, cuda:1, ... (auto)")
+
+
+def _demo(args: argparse.Namespace, terminal: Terminal) -> None:
+    made = _make_folder(args.output_dir)
+    try:
+        _run_demo(args, terminal)
+    except BaseException:
+        if made:
+            args.output_dir.rmdir()
+        raise
+
+
+def _run_demo(args: argparse.Namespace, terminal: Terminal) -> None:
+    captions = args.captions or _example_captions()
+    _remark_on_captions(captions, terminal)
+    with terminal.session() as session:
+        import offload_core
+        from offload_core.demo import contact_sheet
+
+        handle = offload_core.load(demo_model(), device=args.device)
+        embeds = offload_core.encode(handle, captions, session=session)
+        latents = offload_core.denoise(handle, embeds, seed=args.seed, session=session)
+        images = offload_core.decode(handle, latents, output_type="pil", session=session)
+
+    names = [args.output_dir / f"{i}-{_file_name(caption)}.png" for i, caption in enumerate(captions, 1)]
+    sheet_file = args.output_dir / "captions.png"
+    sheet = contact_sheet.draw(captions, images, title=f"phase-offload demo, seed {args.seed}")
+    pictures = [*zip(names, images, strict=True), (sheet_file, sheet)]
+    files.write_files([writer for name, image in pictures for writer in files.picture_writers(name, [image])])
+
+    terminal.say("One model, three phases, each with only its own weights in memory, all captions at once:\n")
+    finish(terminal, session.report, args.report)
+    terminal.say("")
+    for caption, name in zip(captions, names, strict=True):
+        terminal.say(f"{caption}\n    {name}")
+    terminal.say(f"\nCaptions beside pictures: {sheet_file}")
+
+
+def demo_model() -> Path:
+    """Where the model that comes with the package is."""
+    return Path(__file__).parent / "demo" / "model"
+
+
+def _example_captions() -> list[str]:
+    """The captions that the demo model's own defaults file suggests."""
+    return json.loads((demo_model() / "phase_offload.json").read_text("utf-8"))["example_prompts"]
+
+
+def _make_folder(folder: Path) -> bool:
+    """Makes the folder if it isn't there; True if it did. Its parent has to exist."""
+    made = not folder.exists()
+    try:
+        folder.mkdir(exist_ok=True)
+    except OSError as error:
+        raise InputError(f"Can't make the folder {folder} ({error.strerror}); give another --output-dir.") from None
+    files.check_writable(folder / "captions.png")
+    return made
+
+
+def _remark_on_captions(captions: Sequence[str], terminal: Terminal) -> None:
+    from offload_core.demo import scenes
+
+    for caption in captions:
+        try:
+            scenes.parse_caption(caption)
+        except ValueError as error:
+            terminal.note(f"The demo model may miss this one: {error}")
+
+
+def _file_name(caption: str) -> str:
+    words = "".join(letter if letter.isalnum() else " " for letter in caption.lower()).split()
+    return "-".join(words)[:60] or "empty"
+
+
+DEMO = Command("demo", "draw six captions with the small model that comes along", _demo_arguments, _demo)
+
+
+# -------------------------------------------------------------------------------------- parser, errors, exit
+
+
+def _parser(commands: Iterable[Command]) -> argparse.ArgumentParser:
+    epilog = "exit codes:\n" + "\n".join(f"  {code:<4} {meaning}" for code, meaning in EXIT_CODES.items())
+    shape = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        prog="phase-offload",
+        description="Runs diffusers models in phases (encode, denoise, decode), each with its own weights only.",
+        epilog=epilog,
+        formatter_class=shape,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for command in commands:
+        sub = subparsers.add_parser(
+            command.name,
+            help=command.help,
+            description=command.help[0].upper() + command.help[1:] + ".",
+            epilog=epilog,
+            formatter_class=shape,
+            allow_abbrev=False,
+        )
+        command.add_arguments(sub)
+        sub.add_argument("--report", type=_report_file, metavar="FILE.json", help="write the phase report as JSON")
+        sub.add_argument("--debug", action="store_true", help="show log messages, and tracebacks of errors")
+    return parser
+
+
+def _report_file(text: str) -> Path:
+    path = Path(text)
+    try:
+        files.check_writable(path)
+    except InputError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return path
+
+
+def _interrupted() -> int:
+    _complain("Stopped by Ctrl-C. Nothing was written.")
+    return 130
+
+
+def _failed(error: Exception) -> int:
+    """Says in one sentence what went wrong and returns the exit code."""
+    if isinstance(error, OffloadError):
+        _complain(str(error))
+        return error.exit_code
+    if isinstance(error, MemoryError):
+        _complain("The machine ran out of memory. Close other programs, or ask for fewer or smaller pictures.")
+        return InsufficientMemoryError.exit_code
+    if isinstance(error, OSError) and error.strerror:
+        where = f" ({error.filename})" if error.filename else ""
+        _complain(f"{error.strerror}{where}.")
+        return 1
+    first_line = str(error).strip().partition("\n")[0]
+    _complain(f"Unexpected {type(error).__name__}: {first_line} (run again with --debug to see where).")
+    return 1
+
+
+def _complain(sentence: str) -> None:
+    sys.stderr.write(f"phase-offload: {sentence}\n")

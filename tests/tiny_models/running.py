@@ -1,0 +1,73 @@
+"""Save a tiny pipeline as a plain diffusers folder, and run such a folder in one go."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import DiffusionPipeline
+from diffusers.utils import logging as diffusers_logging
+from transformers.utils import logging as transformers_logging
+
+from .table import FAMILIES
+
+
+def save_tiny(name: str, directory: Path | str, dtype: torch.dtype = torch.float32) -> Path:
+    """Write the tiny pipeline of a family to ``directory`` as safetensors of ``dtype`` and return the folder's path."""
+    pipeline = FAMILIES[name].build()
+    for component in pipeline.components.values():
+        if isinstance(component, torch.nn.Module):
+            torch.nn.Module.to(component, dtype=dtype)  # the library's own .to() warns about layers it casts at loading
+    with _no_progress_bars():
+        pipeline.save_pretrained(directory)
+    return Path(directory)
+
+
+def load_tiny(
+    path: Path | str, *, dtype: torch.dtype, pipeline_class: type[DiffusionPipeline] = DiffusionPipeline
+) -> DiffusionPipeline:
+    """Return the pipeline in a folder, whole and on the CPU, with its progress bar off.
+
+    ``pipeline_class`` picks another pipeline over the same folder, such as image to image.
+    """
+    with _no_progress_bars():
+        pipeline = pipeline_class.from_pretrained(path, dtype=dtype)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def run_whole(pipeline: DiffusionPipeline, *, seed: int, **kwargs: Any) -> torch.Tensor:
+    """Run a loaded pipeline as its authors wrote it; kwargs go to its own call.
+
+    Returns float32 pictures (B, C, H, W) or videos (B, F, C, H, W) in 0 … 1.
+    """
+    generator = torch.Generator("cpu").manual_seed(seed)
+    with _no_progress_bars():
+        result = pipeline(**{"output_type": "pt", **kwargs}, generator=generator)[0]
+    return torch.as_tensor(result).float()
+
+
+def one_shot(
+    path: Path | str,
+    *,
+    dtype: torch.dtype,
+    seed: int,
+    pipeline_class: type[DiffusionPipeline] = DiffusionPipeline,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """Load the pipeline in a folder and run it once, with nothing staged: ``load_tiny``, then ``run_whole``."""
+    return run_whole(load_tiny(path, dtype=dtype, pipeline_class=pipeline_class), seed=seed, **kwargs)
+
+
+@contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    """Silence both libraries' loading bars, and put them back as they were."""
+    shown = [module for module in (diffusers_logging, transformers_logging) if module.is_progress_bar_enabled()]
+    for module in shown:
+        module.disable_progress_bar()
+    try:
+        yield
+    finally:
+        for module in shown:
+            module.enable_progress_bar()
