@@ -1,0 +1,117 @@
+"""Turns the table of node schemas into ComfyUI V3 node classes.
+
+Uses what `comfy_api.latest` has in 0.3.64 and in later versions alike; newer fields are set where they exist.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from .bodies import FINGERPRINTS
+from .calls import fingerprint, run_node
+from .schema import ANY_TYPE, NODES, Input, NodeSchema, Output
+from .state import PackState
+
+
+def make_extension(state: PackState) -> Any:
+    """The ComfyExtension with all nodes of the pack. They share `state`, passed in by closure."""
+    from comfy_api.latest import ComfyExtension
+
+    classes = [make_node(schema, state) for schema in NODES.values()]
+
+    class PhaseOffloadExtension(ComfyExtension):
+        async def get_node_list(self) -> list[type]:
+            return list(classes)
+
+    return PhaseOffloadExtension()
+
+
+def make_node(node: NodeSchema, state: PackState) -> type:
+    """The V3 class of one node."""
+    from comfy_api.latest import io
+
+    class PhaseOffloadNode(io.ComfyNode):
+        @classmethod
+        def define_schema(cls) -> Any:
+            return make_schema(io, node, state)
+
+        @classmethod
+        def execute(cls, **inputs: Any) -> Any:
+            result = run_node(node.id, state, state.host.observer(None), inputs)
+            return io.NodeOutput(*result.values, ui=result.ui or None)
+
+    class ModelNode(PhaseOffloadNode):
+        """A node with a choice of models: it runs again when their files change, and checks the name by itself."""
+
+        @classmethod
+        def fingerprint_inputs(cls, **inputs: Any) -> Any:
+            return fingerprint(node.id, state, inputs)
+
+        @classmethod
+        def validate_inputs(cls, model: Any = None) -> Any:
+            # Naming only `model` leaves the host's own checks on for the other inputs. None: it is linked or missing.
+            return True if model is None else (state.model_problem(str(model)) or True)
+
+    made = ModelNode if node.id in FINGERPRINTS else PhaseOffloadNode
+    made.__name__ = made.__qualname__ = node.id
+    return made
+
+
+def make_schema(io: Any, node: NodeSchema, state: PackState) -> Any:
+    """The V3 schema of a node. Called by the host for every prompt, so it must be quick."""
+    known = {
+        "node_id": node.id,
+        "display_name": node.display_name,
+        "category": node.category,
+        "description": node.description,
+        "search_aliases": list(node.search_aliases),
+        "is_output_node": node.is_output,
+        "inputs": [_input(io, spec, state) for spec in node.inputs],
+        "outputs": [_output(io, spec) for spec in node.outputs],
+    }
+    return io.Schema(**_accepted(io.Schema, known))
+
+
+def _input(io: Any, spec: Input, state: PackState) -> Any:
+    make = _type(io, spec.type).Input
+    settings: dict[str, Any] = {"tooltip": spec.tooltip}
+    if spec.is_widget:
+        widget = {
+            "default": spec.default,
+            "min": spec.min,
+            "max": spec.max,
+            "step": spec.step,
+            "multiline": spec.multiline or None,
+            "control_after_generate": spec.control_after_generate or None,
+            "advanced": spec.advanced or None,
+        }
+        settings |= {name: value for name, value in widget.items() if value is not None}
+    if spec.type == "COMBO":
+        settings["options"] = state.choices(spec.options) if isinstance(spec.options, str) else list(spec.options)
+    return make(spec.name, **_accepted(make, settings))
+
+
+def _output(io: Any, spec: Output) -> Any:
+    return _type(io, spec.type).Output(display_name=spec.name, tooltip=spec.tooltip)
+
+
+def _type(io: Any, name: str) -> Any:
+    known = {
+        "STRING": "String",
+        "INT": "Int",
+        "FLOAT": "Float",
+        "BOOLEAN": "Boolean",
+        "COMBO": "Combo",
+        "IMAGE": "Image",
+        "MASK": "Mask",
+        "LATENT": "Latent",
+        ANY_TYPE: "AnyType",
+    }
+    return getattr(io, known[name]) if name in known else io.Custom(name)
+
+
+def _accepted(callee: Any, settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings that this version of the host knows."""
+    parameters = inspect.signature(callee).parameters
+    return {name: value for name, value in settings.items() if name in parameters}

@@ -1,0 +1,75 @@
+"""The `phase-offload` command: what the engine's command line has, plus `run` for graphs of nodes."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from offload_core.cli import Command, Terminal, finish
+from offload_core.cli import main as cli_main
+from offload_core.errors import InputError
+
+DEFAULT_MODELS = Path("models/diffusers")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code."""
+    return cli_main(argv, extra_commands=[RUN])
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("graph", type=Path, metavar="GRAPH.json", help="a graph exported with Workflow → Export (API)")
+    parser.add_argument(
+        "--output-dir", type=Path, required=True, metavar="DIR", help="where SaveImage writes; made if it isn't there"
+    )
+    parser.add_argument(
+        "--models-dir",
+        type=Path,
+        action="append",
+        metavar="DIR",
+        help="a folder of model folders, may be given again; the demo model is always there "
+        f"(default: {DEFAULT_MODELS.as_posix()} if it exists)",
+    )
+    parser.add_argument(
+        "--input-dir", type=Path, metavar="DIR", help="where LoadImage finds pictures (default: the graph's folder)"
+    )
+
+
+def _run(args: argparse.Namespace, terminal: Terminal) -> None:
+    from .graph import read_graph
+
+    prompt = read_graph(args.graph)
+    roots = _model_roots(args.models_dir)
+    _check_output_dir(args.output_dir)
+
+    from .graph_runner import GraphRunner
+    from .local_host import LocalHost
+
+    with terminal.session() as session:
+        host = LocalHost(roots, listener=session.observer)
+        runner = GraphRunner(
+            host, output_dir=args.output_dir, input_dir=args.input_dir or args.graph.parent, cache="none"
+        )
+        result = runner.run(prompt)
+    for node_id, shown in result.ui.items():
+        for text in shown.get("text", ()):
+            terminal.say(f"Node {node_id}: {text}")
+    finish(terminal, runner.state.report, args.report, result.images)
+
+
+def _model_roots(given: Sequence[Path] | None) -> list[Path]:
+    if given is None:
+        return [DEFAULT_MODELS.absolute()] if DEFAULT_MODELS.is_dir() else []
+    for folder in given:
+        if not folder.is_dir():
+            raise InputError(f"The models folder {folder} isn't there: give the folder that holds the model folders.")
+    return [folder.absolute() for folder in given]
+
+
+def _check_output_dir(folder: Path) -> None:
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"The output folder {folder} is a file: choose another name.")
+
+
+RUN = Command("run", "run a ComfyUI API-format graph without ComfyUI", _add_arguments, _run)

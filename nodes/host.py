@@ -1,0 +1,129 @@
+"""Everything the pack asks of ComfyUI, in one place: the only module that imports `comfy`, `folder_paths`, `server`.
+
+Asks at call time, never at import, so that every host flag (`--cpu`, `--gpu-only`, `--preview-method`, ...) counts and
+models folders set later are seen. Works with ComfyUI 0.3.64 and later; what only newer ones have is looked up by name.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from offload_core.session import Progress
+
+from .progress import NodeObserver, describe_progress
+
+log = logging.getLogger(__name__)
+
+STATUS_INTERVAL_S = 0.1
+
+
+class ComfyHost:
+    """ComfyUI, as the pack sees it."""
+
+    def model_roots(self) -> Sequence[Path]:
+        import folder_paths
+
+        try:
+            return tuple(Path(path) for path in folder_paths.get_folder_paths("diffusers"))
+        except KeyError:
+            return (Path(folder_paths.models_dir) / "diffusers",)
+
+    def devices(self) -> Sequence[str]:
+        import comfy.model_management as mm
+
+        every = mm.get_all_torch_devices() if hasattr(mm, "get_all_torch_devices") else []
+        return tuple(str(device) for device in (mm.get_torch_device(), *every))
+
+    def auto_device(self) -> str:
+        import comfy.model_management as mm
+
+        return str(mm.get_torch_device())
+
+    def image_placement(self) -> dict[str, Any]:
+        import comfy.model_management as mm
+        import torch
+
+        dtype = mm.intermediate_dtype() if hasattr(mm, "intermediate_dtype") else torch.float32
+        return {"device": mm.intermediate_device(), "dtype": dtype}
+
+    def observer(self, node_id: str | None = None) -> NodeObserver:
+        return ComfyObserver(node_id or running_node_id())
+
+    def release_cache(self) -> None:
+        import comfy.model_management as mm
+
+        mm.soft_empty_cache()
+
+    def make_room(self) -> None:
+        import comfy.model_management as mm
+
+        log.info("A phase ran out of memory: unloading ComfyUI's own models for the next try.")
+        mm.unload_all_models()
+
+
+class ComfyObserver(NodeObserver):
+    """Shows a node's progress bar, preview and status line, and stops at ComfyUI's interrupt.
+
+    The bar counts loaded bytes until the first step, then steps, so that it never jumps back between the two.
+    """
+
+    def __init__(self, node_id: str | None) -> None:
+        self._node_id = node_id
+        self._bar: Any = None
+        self._bar_unit = ""
+        self._last_status_s = 0.0
+        self.wants_preview = previews_wanted()
+
+    def progress(self, event: Progress) -> None:
+        self.check_interrupt()
+        if time.monotonic() - self._last_status_s >= STATUS_INTERVAL_S or event.done >= event.total:
+            self.status(describe_progress(event))
+        if event.total <= 0 or (event.unit == "bytes" and self._bar_unit not in ("", "bytes")):
+            return
+        if event.unit != self._bar_unit:
+            import comfy.utils
+
+            self._bar, self._bar_unit = comfy.utils.ProgressBar(event.total, node_id=self._node_id), event.unit
+        preview = None if event.preview is None else ("JPEG", event.preview, preview_pixels())
+        self._bar.update_absolute(event.done, event.total, preview)
+
+    def check_interrupt(self) -> None:
+        import comfy.model_management as mm
+
+        mm.throw_exception_if_processing_interrupted()
+
+    def status(self, text: str) -> None:
+        self._last_status_s = time.monotonic()
+        if self._node_id is None:
+            return
+        from server import PromptServer
+
+        server = getattr(PromptServer, "instance", None)
+        if server is not None and hasattr(server, "send_progress_text"):
+            server.send_progress_text(text, self._node_id)
+
+
+def previews_wanted() -> bool:
+    """Whether the person wants pictures of the unfinished latents, as set for the running prompt."""
+    from comfy.cli_args import LatentPreviewMethod, args
+
+    return args.preview_method != LatentPreviewMethod.NoPreviews
+
+
+def preview_pixels() -> int:
+    """The longest side of a preview."""
+    from comfy.cli_args import args
+
+    return getattr(args, "preview_size", 512)
+
+
+def running_node_id() -> str | None:
+    """The id of the node that runs now. (A hidden id input would make equal nodes miss each other's cached results.)"""
+    from comfy_execution.utils import get_executing_context
+
+    context = get_executing_context()
+    return None if context is None else context.node_id

@@ -1,0 +1,91 @@
+"""The host of nodes that run without ComfyUI: this machine, a few model folders, and an interrupt flag."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from offload_core.session import Observer, Progress, SilentObserver
+
+from .progress import NodeObserver
+
+
+class GraphInterrupted(BaseException):
+    """The run of a graph was stopped. Not an Exception, so that nothing swallows it by mistake."""
+
+
+class LocalHost:
+    """Runs nodes in this process. model_roots: where models are; listener: who follows all nodes of a run."""
+
+    def __init__(
+        self,
+        model_roots: Sequence[Path] = (),
+        *,
+        listener: Observer | None = None,
+        say: Callable[[str | None, str], None] | None = None,
+    ) -> None:
+        self._model_roots = tuple(model_roots)
+        self._listener = listener or SilentObserver()
+        self._say = say
+        self._interrupt = threading.Event()
+
+    def model_roots(self) -> Sequence[Path]:
+        return self._model_roots
+
+    def devices(self) -> Sequence[str]:
+        import torch
+
+        if not torch.accelerator.is_available():
+            return ("cpu",)
+        kind = torch.accelerator.current_accelerator()
+        assert kind is not None
+        return (*(f"{kind.type}:{index}" for index in range(torch.accelerator.device_count())), "cpu")
+
+    def auto_device(self) -> str:
+        return "auto"
+
+    def image_placement(self) -> dict[str, Any]:
+        import torch
+
+        return {"device": torch.device("cpu"), "dtype": torch.float32}
+
+    def observer(self, node_id: str | None) -> NodeObserver:
+        return _LocalObserver(self, node_id)
+
+    def release_cache(self) -> None:
+        pass
+
+    def make_room(self) -> None:
+        pass
+
+    def interrupt(self) -> None:
+        """Stops the running graph at its next check. Safe from any thread."""
+        self._interrupt.set()
+
+    def clear_interrupt(self) -> None:
+        self._interrupt.clear()
+
+    def check_interrupt(self) -> None:
+        if self._interrupt.is_set():
+            self._interrupt.clear()
+            raise GraphInterrupted("The run was interrupted.")
+        self._listener.check_interrupt()
+
+
+class _LocalObserver(NodeObserver):
+    def __init__(self, host: LocalHost, node_id: str | None) -> None:
+        self._host = host
+        self._node_id = node_id
+        self.wants_preview = host._listener.wants_preview
+
+    def progress(self, event: Progress) -> None:
+        self._host._listener.progress(event)
+
+    def check_interrupt(self) -> None:
+        self._host.check_interrupt()
+
+    def status(self, text: str) -> None:
+        if self._host._say is not None:
+            self._host._say(self._node_id, text)

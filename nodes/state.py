@@ -1,0 +1,99 @@
+"""What the pack remembers between calls, and what it asks of its host. Made once at the door and passed down."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from offload_core.errors import InputError, OffloadError
+from offload_core.report import PhaseReport, RunReport
+
+from .model_list import ModelList
+from .progress import NodeObserver
+
+if TYPE_CHECKING:
+    from offload_core.model_source import ModelSource
+
+REMEMBERED_PHASES = 100
+
+
+class Host(Protocol):
+    """What runs the nodes: ComfyUI, or the graph runner."""
+
+    def model_roots(self) -> Sequence[Path]:
+        """Folders to look for diffusers models in, as they are set now."""
+
+    def devices(self) -> Sequence[str]:
+        """Devices a person may choose, "cpu" among them."""
+
+    def auto_device(self) -> str:
+        """The device that "auto" stands for."""
+
+    def image_placement(self) -> dict[str, Any]:
+        """Where IMAGE outputs belong: the device and dtype for `Tensor.to`."""
+
+    def observer(self, node_id: str | None) -> NodeObserver:
+        """Who listens to a node while it runs, and may interrupt it."""
+
+    def release_cache(self) -> None:
+        """Gives back what the host itself caches on the device without using it."""
+
+    def make_room(self) -> None:
+        """A node ran out of memory: unload what the host can spare, so that the next try has more."""
+
+
+class PackState:
+    """Model list, opened model folders, and reports of the last phases."""
+
+    def __init__(self, host: Host) -> None:
+        self.host = host
+        self.report = RunReport()
+        self._models = ModelList(host.model_roots)
+        self._sources: dict[Path, ModelSource] = {}
+
+    def choices(self, name: str) -> list[str]:
+        """The values of a combo whose options only the running pack knows."""
+        lists: dict[str, Callable[[], list[str]]] = {"models": self._models.names, "devices": self._devices}
+        return lists[name]()
+
+    def model_folder(self, name: str) -> Path:
+        """The folder of a model in the list. Raises ModelError for any other name."""
+        return self._models.folder(name)
+
+    def model_problem(self, name: str) -> str | None:
+        """Why a model can't be chosen, as a sentence, or None if it can. Only the name is looked at."""
+        try:
+            self.model_folder(name)
+        except OffloadError as error:
+            return str(error)
+        return None
+
+    def device(self, choice: str) -> str:
+        """The device that a choice of the list stands for. Raises InputError for any other."""
+        devices = self._devices()
+        if choice not in devices:
+            raise InputError(f"The device {choice!r} isn't there: choose one of {', '.join(devices)}.")
+        return self.host.auto_device() if choice == "auto" else choice
+
+    def fingerprint(self, name: str) -> str:
+        """Changes whenever a file of the model changes. Reads headers once, then only asks for sizes and times."""
+        from offload_core import model_source
+
+        folder = self.model_folder(name)
+        source = self._sources.get(folder)
+        if source is not None:
+            try:
+                source.check_unchanged()
+                return source.fingerprint
+            except OffloadError:
+                del self._sources[folder]
+        source = self._sources[folder] = model_source.resolve_model(folder)
+        return source.fingerprint
+
+    def remember(self, phases: Sequence[PhaseReport]) -> None:
+        self.report.phases.extend(phases)
+        del self.report.phases[:-REMEMBERED_PHASES]
+
+    def _devices(self) -> list[str]:
+        return list(dict.fromkeys(("auto", *self.host.devices(), "cpu")))

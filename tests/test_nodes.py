@@ -1,0 +1,435 @@
+"""The node bodies on tiny real models: the pipeline's own pictures, plain outputs, and nothing left behind."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import hashlib
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import offload_core
+from offload_core.errors import InputError, ModelError, OffloadError, RecordError
+from phase_offload_nodes.graph_runner import GraphRunner
+from phase_offload_nodes.local_host import GraphInterrupted, LocalHost
+from phase_offload_nodes.model_list import DEMO_MODEL, NO_MODEL, ModelList
+from phase_offload_nodes.results import NodeResult
+from phase_offload_nodes.state import PackState
+from tiny_models import one_shot, save_tiny
+
+Prompt = dict[str, Any]
+SIZE = {"width": 64, "height": 48}
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("diffusers")
+    for name in ("sd15", "flux", "wan22_5b"):
+        save_tiny(name, root / name)
+    (root / "wan22_5b" / "phase_offload.json").write_text('{"num_frames": 5}')
+    return root
+
+
+class SpokenHost(LocalHost):
+    """Remembers what nodes say, and can interrupt at the k-th check."""
+
+    def __init__(self, models: Path) -> None:
+        self.said: dict[str | None, str] = {}
+        super().__init__([models], say=self.said.__setitem__)
+        self.checks = 0
+        self.stop_at = 0
+
+    def check_interrupt(self) -> None:
+        self.checks += 1
+        if self.checks == self.stop_at:
+            self.interrupt()
+        super().check_interrupt()
+
+
+@pytest.fixture
+def host(models: Path) -> SpokenHost:
+    return SpokenHost(models)
+
+
+@pytest.fixture
+def runner(host: SpokenHost, tmp_path: Path) -> GraphRunner:
+    return GraphRunner(host, output_dir=tmp_path / "out")
+
+
+def graph_of(model: str, **denoise: Any) -> Prompt:
+    denoise = {"seed": 7, "steps": 2, "guidance": 5.0, **SIZE, "batch": 1} | denoise
+    return {
+        "load": node("PhaseOffloadLoad", model=model, dtype="auto", device="auto"),
+        "encode": node("PhaseOffloadEncodePrompt", model=["load", 0], prompt="a red fox", negative_prompt="blurry"),
+        "denoise": node("PhaseOffloadDenoise", model=["load", 0], embeds=["encode", 0], **denoise),
+        "decode": node("PhaseOffloadVAEDecode", model=["load", 0], latent=["denoise", 0], tiling="auto"),
+        "preview": node("PreviewImage", images=["decode", 0]),
+    }
+
+
+def node(class_type: str, **inputs: Any) -> dict[str, Any]:
+    return {"class_type": class_type, "inputs": inputs}
+
+
+def results_of(runner: GraphRunner, graph: Prompt) -> dict[str, NodeResult]:
+    """Runs the graph and gives what each node gave."""
+    runner.run(graph)
+    return {name: runner._results[key] for name, key in runner._cache_keys(runner.check(graph)).items()}
+
+
+def call(runner: GraphRunner, class_type: str, **inputs: Any) -> tuple[Any, ...]:
+    """Runs one node on values, as a host does."""
+    from phase_offload_nodes.calls import run_node
+
+    with torch.inference_mode():
+        return run_node(class_type, runner.state, runner.host.observer("node"), inputs).values
+
+
+@contextmanager
+def without_collector() -> Iterator[None]:
+    """What is there now is set aside, so that looking at what is new takes no time. Only reference counts free it."""
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.unfreeze()
+
+
+def living_weights() -> int:
+    """New weights with memory that anything at all still holds. (A cold weight has a type of its own.)"""
+    return sum(type(thing) is torch.nn.Parameter for thing in gc.get_objects())
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Every tensor that a plain value leads to."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, field.name))
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from tensors_in(item)
+
+
+def digest(value: Any) -> str:
+    sha = hashlib.sha256()
+    for tensor in tensors_in(value):
+        sha.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+    return sha.hexdigest()
+
+
+# Pictures
+
+
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [("sd15", {"guidance_scale": 5.0}), ("flux", {"true_cfg_scale": 5.0})],
+)
+def test_images_are_those_of_the_pipeline(runner: GraphRunner, models: Path, model: str, options: dict) -> None:
+    (image,) = results_of(runner, graph_of(model, batch=2))["decode"].values
+    expected = one_shot(
+        models / model,
+        dtype=torch.float32,
+        seed=7,
+        prompt="a red fox",
+        negative_prompt="blurry",
+        num_inference_steps=2,
+        num_images_per_prompt=2,
+        **SIZE,
+        **options,
+    )
+    assert image.shape == (2, 48, 64, 3)
+    assert image.dtype == torch.float32
+    assert torch.equal(image, expected.movedim(1, -1))
+
+
+def test_frames_of_a_video_are_a_batch(runner: GraphRunner) -> None:
+    (image,) = results_of(runner, graph_of("wan22_5b", width=96, height=64))["decode"].values
+    assert image.shape == (5, 64, 96, 3)  # phase_offload.json asks for 5 frames
+
+
+def test_defaults_are_left_to_the_model(runner: GraphRunner, monkeypatch: pytest.MonkeyPatch, models: Path) -> None:
+    seen: dict[str, Any] = {}
+    monkeypatch.setitem(vars(offload_core), "denoise", lambda *a, **k: seen.update(k))
+    handle = offload_core.load(models / "sd15")
+    arguments = {"model": handle, "embeds": None, "seed": 1, "steps": 0, "guidance": -1.0, "width": 0, "height": 0}
+    with pytest.raises(AttributeError):
+        call(runner, "PhaseOffloadDenoise", **arguments, batch=1)
+    assert set(seen) == {"seed", "session"}
+
+
+def test_an_empty_negative_prompt_is_the_models_own(
+    runner: GraphRunner, monkeypatch: pytest.MonkeyPatch, models: Path
+) -> None:
+    seen = []
+    monkeypatch.setitem(vars(offload_core), "encode", lambda *a, **k: seen.append(k["negative_prompt"]))
+    for text in ("", " \n", "blurry"):
+        call(runner, "PhaseOffloadEncodePrompt", model=None, prompt="x", negative_prompt=text)
+    assert seen == [None, None, "blurry"]
+
+
+# LATENT
+
+
+def test_latent_follows_comfyuis_convention_and_carries_the_record(runner: GraphRunner) -> None:
+    (latent,) = results_of(runner, graph_of("sd15"))["denoise"].values
+    assert set(latent) == {"samples", "phase_offload"}
+    assert latent["samples"].shape == (1, 4, 12, 16)  # this tiny VAE scales by 4
+    assert latent["samples"].dtype == torch.float32
+    assert latent["samples"].device.type == "cpu"
+
+
+def test_changed_samples_win_over_the_record(runner: GraphRunner, host: SpokenHost) -> None:
+    results = results_of(runner, graph_of("sd15"))
+    (handle,), (latent,), (image,) = (results[name].values for name in ("load", "denoise", "decode"))
+    same = call(runner, "PhaseOffloadVAEDecode", model=handle, latent=latent | {"samples": latent["samples"].clone()},
+                tiling="off")[0]  # fmt: skip
+    assert torch.equal(same, image)
+    assert "changed" not in host.said["node"]
+    flipped = latent | {"samples": latent["samples"].flip(-1), "another_key": 1}
+    changed = call(runner, "PhaseOffloadVAEDecode", model=handle, latent=flipped, tiling="off")[0]
+    assert not torch.equal(changed, image)
+    assert host.said["node"].startswith("The latent was changed after Denoise Phase")
+    bare = call(runner, "PhaseOffloadVAEDecode", model=handle, latent={"samples": flipped["samples"]}, tiling="off")[0]
+    torch.testing.assert_close(changed, bare)
+
+
+def test_a_larger_latent_of_another_node_is_decoded(runner: GraphRunner) -> None:
+    results = results_of(runner, graph_of("sd15"))
+    (handle,), (latent,) = (results[name].values for name in ("load", "denoise"))
+    larger = latent | {"samples": torch.nn.functional.interpolate(latent["samples"], scale_factor=2)}
+    (image,) = call(runner, "PhaseOffloadVAEDecode", model=handle, latent=larger, tiling="off")
+    assert image.shape == (1, 96, 128, 3)
+
+
+def test_a_latent_of_another_kind_of_model_is_a_sentence(runner: GraphRunner) -> None:
+    handle = results_of(runner, graph_of("sd15"))["load"].values[0]
+    with pytest.raises(RecordError, match="channels"):
+        call(runner, "PhaseOffloadVAEDecode", model=handle, latent={"samples": torch.zeros(1, 16, 6, 8)}, tiling="off")
+
+
+# Nothing is kept
+
+
+def test_outputs_are_plain_and_share_nothing(runner: GraphRunner) -> None:
+    results = results_of(runner, graph_of("sd15"))
+    owners: dict[int, str] = {}
+    for name in ("load", "encode", "denoise", "decode"):
+        assert len(repr(results[name].values[0])) < 2000 or name in ("denoise", "decode")
+        for tensor in tensors_in(results[name].values):
+            assert type(tensor) is torch.Tensor
+            assert tensor.device.type == "cpu"
+            assert owners.setdefault(tensor.untyped_storage().data_ptr(), name) == name
+    (latent,) = results["denoise"].values
+    storages = [tensor.untyped_storage().data_ptr() for tensor in tensors_in(latent)]
+    assert len(storages) == len(set(storages))
+    assert list(tensors_in(results["load"].values)) == []
+
+
+def test_later_nodes_never_change_what_earlier_ones_gave(runner: GraphRunner) -> None:
+    graph = graph_of("flux")
+    before = {name: digest(result.values) for name, result in results_of(runner, graph).items()}
+    for change in ({"seed": 8, "steps": 1}, {"guidance": 1.0, "batch": 2}):
+        altered = results_of(runner, graph_of("flux", **change))
+        assert {name: digest(altered[name].values) for name in ("load", "encode")} == {
+            name: before[name] for name in ("load", "encode")
+        }
+        (latent,), kept = altered["denoise"].values, digest(altered["denoise"].values)
+        call(runner, "PhaseOffloadVAEDecode", model=altered["load"].values[0], latent=latent, tiling="on")
+        assert digest(latent) == kept
+    assert digest(results_of(runner, graph)["decode"].values) == before["decode"]
+
+
+def test_no_weight_lives_after_a_run(runner: GraphRunner) -> None:
+    runner.run(graph_of("sd15"))
+    with without_collector():
+        before = living_weights()
+        runner.run(graph_of("sd15", seed=8))
+        runner.run(graph_of("flux"))
+        assert living_weights() == before
+
+
+@pytest.mark.parametrize("name", ["load", "encode", "denoise", "decode"])
+def test_interrupt_anywhere_passes_through_and_leaves_nothing(runner: GraphRunner, host: SpokenHost, name: str) -> None:
+    """Each node with all it needs already made: every check of a short node, the ends and every few of a long one."""
+    graph = graph_of("flux", steps=1, guidance=1.0)
+    results = results_of(runner, graph)
+    inputs = {
+        key: results[value[0]].values[value[1]] if isinstance(value, list) else value
+        for key, value in graph[name]["inputs"].items()
+    }
+    host.checks = 0
+    call(runner, graph[name]["class_type"], **inputs)
+    total = host.checks
+    assert total > 20 or name == "load"
+    with without_collector():
+        before = living_weights()
+        for k in sorted({*range(1, total + 1, total // 20 + 1), *range(1, total + 1)[:3], *range(1, total + 1)[-3:]}):
+            host.checks, host.stop_at = 0, k
+            with pytest.raises(GraphInterrupted) as caught:
+                call(runner, graph[name]["class_type"], **inputs)
+            assert type(caught.value) is GraphInterrupted
+            assert living_weights() == before, k
+            assert host.checks == k
+            del caught
+            gc.collect()  # the next one starts clean
+    host.stop_at = 0
+    assert digest(call(runner, graph[name]["class_type"], **inputs)) == digest(results[name].values)
+
+
+def test_an_error_in_mid_phase_leaves_nothing_while_its_traceback_lives(
+    runner: GraphRunner, host: SpokenHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner.run(graph_of("sd15", steps=1))
+    import diffusers
+
+    def broken(*args: Any, **kwargs: Any) -> None:
+        raise ZeroDivisionError("in the middle")
+
+    monkeypatch.setattr(diffusers.UNet2DConditionModel, "get_time_embed", broken)
+    with without_collector():
+        before = living_weights()
+        with pytest.raises(ZeroDivisionError, match="in the middle") as caught:
+            runner.run(graph_of("sd15", seed=9))
+        assert living_weights() == before
+        assert caught.value.__traceback__ is not None
+
+
+def test_reports_are_remembered_and_few(runner: GraphRunner) -> None:
+    runner.run(graph_of("sd15", steps=1))
+    assert [phase.name for phase in runner.state.report.phases] == ["encode", "denoise", "decode"]
+    assert [phase.leaked_bytes for phase in runner.state.report.phases] == [0, 0, 0]
+    runner.state.remember(runner.state.report.phases * 60)
+    assert len(runner.state.report.phases) == 100
+
+
+def test_every_phase_says_how_it_went(runner: GraphRunner, host: SpokenHost) -> None:
+    runner.run(graph_of("sd15", steps=1))
+    assert host.said["load"] == "sd15: ready, nothing loaded yet"
+    for name in ("encode", "denoise", "decode"):
+        assert " s, " in host.said[name] and "of weights" in host.said[name]
+
+
+# Models and devices
+
+
+def test_changed_files_make_load_run_again(host: SpokenHost, tmp_path: Path) -> None:
+    save_tiny("sd15", tmp_path / "models" / "mine")
+    runner = GraphRunner(SpokenHost(tmp_path / "models"), output_dir=tmp_path / "out")
+    graph = graph_of("mine", steps=1)
+    first = results_of(runner, graph)["load"].values[0]
+    assert runner.run(graph).executed == []
+    (weights,) = (tmp_path / "models" / "mine" / "unet").glob("*.safetensors")
+    weights.write_bytes(weights.read_bytes())
+    assert runner.run(graph).executed[:1] == ["load"]
+    assert results_of(runner, graph)["load"].values[0] != first
+
+
+def test_a_model_that_appears_is_in_the_list_at_once(tmp_path: Path) -> None:
+    models = ModelList(lambda: [tmp_path])
+    assert "new" not in models.names()
+    save_tiny("sd15", tmp_path / "new")
+    assert "new" in models.names()
+    assert models.folder("new") == tmp_path / "new"
+
+
+def test_an_empty_list_says_where_to_put_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("phase_offload_nodes.model_list.demo_model_folder", lambda: None)
+    models = ModelList(lambda: [tmp_path / "diffusers"])
+    assert models.names() == [NO_MODEL]
+    with pytest.raises(ModelError, match=r"Put a diffusers model folder.*diffusers.*hf download"):
+        models.folder(NO_MODEL)
+
+
+def test_the_demo_model_is_offered_where_there_is_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("phase_offload_nodes.model_list.demo_model_folder", lambda: tmp_path)
+    models = ModelList(lambda: [tmp_path / "gone"])
+    assert models.names() == [DEMO_MODEL]
+    assert models.folder(DEMO_MODEL) == tmp_path
+
+
+@pytest.mark.parametrize("name", ["..", "../sd15", "/etc", "sd15/../../x", "", "C:\\x", "a\0b", "nope"])
+def test_only_names_of_the_list_are_opened(models: Path, name: str) -> None:
+    with pytest.raises(ModelError):
+        ModelList(lambda: [models]).folder(name)
+
+
+def test_a_device_that_isnt_there_is_a_sentence(runner: GraphRunner) -> None:
+    with pytest.raises(InputError, match="The device 'cuda:99' isn't there: choose one of auto, cpu"):
+        call(runner, "PhaseOffloadLoad", model="sd15", dtype="auto", device="cuda:99")
+
+
+def test_a_damaged_model_is_a_sentence_each_time_and_works_when_mended(host: SpokenHost, tmp_path: Path) -> None:
+    save_tiny("sd15", tmp_path / "models" / "mine")
+    runner = GraphRunner(SpokenHost(tmp_path / "models"), output_dir=tmp_path / "out")
+    (weights,) = (tmp_path / "models" / "mine" / "unet").glob("*.safetensors")
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-100])
+    for _ in range(2):
+        with pytest.raises(ModelError):
+            runner.run(graph_of("mine", steps=1))
+    weights.write_bytes(whole)
+    assert runner.run(graph_of("mine", steps=1)).executed
+
+
+def test_batch_on_a_model_without_it_and_guidance_without_it(
+    runner: GraphRunner, host: SpokenHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Plain:
+        guidance_name = images_name = None
+
+    class Made:
+        samples = torch.zeros(1)
+
+    monkeypatch.setitem(vars(offload_core), "denoise", lambda *a, **k: Made())
+    arguments = {"model": Plain(), "embeds": None, "seed": 1, "steps": 0, "width": 0, "height": 0}
+    call(runner, "PhaseOffloadDenoise", **arguments, guidance=3.0, batch=1)
+    assert host.said["node"].startswith("This model has no guidance: 3 was not used.")
+    with pytest.raises(InputError, match="one picture at a time"):
+        call(runner, "PhaseOffloadDenoise", **arguments, guidance=-1.0, batch=2)
+
+
+def test_purge_gives_back_the_very_same_thing_and_a_sentence(runner: GraphRunner) -> None:
+    thing = object()
+    passed, sentence = call(runner, "PhaseOffloadPurgeCache", anything=thing)
+    assert passed is thing
+    assert sentence.startswith("Freed ")
+
+
+def test_out_of_memory_makes_the_host_make_room(
+    runner: GraphRunner, host: SpokenHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rooms = []
+    monkeypatch.setattr(host, "make_room", lambda: rooms.append(1))
+
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise offload_core.InsufficientMemoryError("too big")
+
+    monkeypatch.setitem(vars(offload_core), "encode", full)
+    with pytest.raises(OffloadError, match="too big"):
+        call(runner, "PhaseOffloadEncodePrompt", model=None, prompt="x", negative_prompt="")
+    assert rooms == [1]
+
+
+def test_state_holds_no_handle_and_no_tensor(runner: GraphRunner, models: Path) -> None:
+    state = PackState(LocalHost([models]))
+    handle = results_of(runner, graph_of("sd15", steps=1))["load"].values[0]
+    assert state.fingerprint("sd15") == handle.fingerprint
+    kept = weakref.ref(handle)
+    runner.forget()
+    del handle
+    gc.collect()
+    assert kept() is None
