@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from staging import OTHERS, PROMISED, job, one_shot, staged, tiny_model, words
 from tiny_models import FAMILIES
 
 DTYPES = [torch.float32, torch.bfloat16]
+DEMO = Path(po.__file__).parent / "demo" / "model"
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
@@ -148,3 +150,15 @@ def test_image_to_image_replays_the_encoded_picture(name: str, cls: type, tmp_pa
     encode, denoise, _ = session.report.phases
     assert encode.forwards["vae"] == 1
     assert "vae" not in denoise.forwards
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
+def test_the_demo_model_in_phases_equals_the_one_shot_run(dtype: torch.dtype) -> None:
+    # The model's own defaults (size, steps, true CFG, text length) apply without being given.
+    handle = po.load(DEMO, device="cpu", dtype=dtype)
+    own = {name: value for name, value in handle.model_defaults.items() if name in handle.defaults}
+    assert own["num_inference_steps"] == 8
+    expected, ran = one_shot(DEMO, dtype=dtype, seed=4, prompt="a red star on a white background", **own)
+    pictures, session = staged(DEMO, {"prompt": "a red star on a white background"}, {}, dtype=dtype, seed=4)
+    assert torch.equal(pictures, expected)
+    assert session.report.phases[1].forwards["transformer"] == ran["transformer"]

@@ -63,13 +63,17 @@ class Previewer:
         return height / width if height and width else 1.0
 
     def _colours(self, pipeline: Any, grid: torch.Tensor) -> torch.Tensor:
-        """(C, h, w) → (h, w, 3): the model's own factors, else the three main components of the latents."""
+        """(C, h, w) → (h, w, 3) in 0..1, by the model's own factors or the three main components of the latents.
+
+        Factors turn unscaled latents into RGB from -1 to 1, as those of ComfyUI's latent formats do.
+        """
         config = pipeline.vae.config
         pixels = grid.permute(1, 2, 0)
         if self.factors is not None and len(self.factors) == pixels.shape[-1]:
             unscaled = pixels / (getattr(config, "scaling_factor", None) or 1.0)
             unscaled = unscaled + (getattr(config, "shift_factor", None) or 0.0)
-            return unscaled @ torch.tensor(self.factors) + torch.tensor(self.bias or [0.0, 0.0, 0.0])
+            rgb = unscaled @ torch.tensor(self.factors) + torch.tensor(self.bias or [0.0, 0.0, 0.0])
+            return (rgb + 1) / 2
         flat = pixels.reshape(-1, pixels.shape[-1])
         flat = flat - flat.mean(0)
         _, _, directions = torch.linalg.svd(flat, full_matrices=False)
