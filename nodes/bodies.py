@@ -44,10 +44,12 @@ def load_fingerprint(state: PackState, *, model: Any = None, **_unused: Any) -> 
 
 
 def encode_prompt(call: NodeCall, *, model: Any, prompt: str, negative_prompt: str) -> NodeResult:
-    """PhaseOffloadEncodePrompt: embeds of both prompts. An empty negative prompt means the model's own default."""
-    embeds = offload_core.encode(
-        model, prompt=prompt, negative_prompt=negative_prompt if negative_prompt.strip() else None, session=call.session
-    )
+    """PhaseOffloadEncodePrompt: embeds of both prompts.
+
+    An empty negative prompt is the model's own default, but where guidance is true CFG: that does nothing without one.
+    """
+    negative = negative_prompt or ("" if model.guidance_name == "true_cfg_scale" else None)
+    embeds = offload_core.encode(model, prompt=prompt, negative_prompt=negative, session=call.session)
     _say_how_it_went(call)
     return NodeResult((embeds,))
 
@@ -82,8 +84,8 @@ def vae_decode(call: NodeCall, *, model: Any, latent: Mapping[str, Any], tiling:
 
 def purge_cache(call: NodeCall, *, anything: Any) -> NodeResult:
     """PhaseOffloadPurgeCache: the same value, and a sentence that says what was freed."""
-    sentence = offload_core.purge(device=call.state.host.auto_device()).sentence()
     call.state.host.release_cache()
+    sentence = offload_core.purge(device=call.state.host.auto_device()).sentence()
     call.observer.status(sentence)
     return NodeResult((anything, sentence), ui={"text": [sentence]})
 

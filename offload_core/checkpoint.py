@@ -346,3 +346,21 @@ def _check_coverage(entries: list[tuple[str, TensorEntry]], data_bytes: int, dat
         what = "is cut short" if position > data_bytes else "has bytes too many at its end"
         expected, actual = data_start + position, data_start + data_bytes
         raise _error(path, f"{what}: its header describes {expected:,} bytes, the file has {actual:,}", _AGAIN)
+
+
+MARK_SAMPLES, MARK_SAMPLE_BYTES = 16, 4096
+
+
+def content_mark(file: Path) -> str:
+    """A fingerprint of a weights file by its header and 64 KiB of samples spread over its data.
+
+    It doesn't depend on the file's name or time, so saved embeddings survive a copied model; a fine-tune of the same
+    architecture changes nearly every weight and so the samples.
+    """
+    header = read_header(file)
+    digest = hashlib.sha256(f"{header.header_sha256} {header.file_bytes}".encode())
+    with file.open("rb") as data:
+        for index in range(MARK_SAMPLES):
+            data.seek(header.data_start + (header.file_bytes - header.data_start) * index // MARK_SAMPLES)
+            digest.update(data.read(MARK_SAMPLE_BYTES))
+    return digest.hexdigest()

@@ -108,7 +108,10 @@ def _generate(args: argparse.Namespace, terminal: Terminal) -> None:
         files.check_picture_file(args.output, video=video)
         options = _denoise_options(args, handle)
         offload_core.check_denoise(handle, seed=args.seed, **options)
-        embeds = offload_core.encode(handle, args.prompt, args.negative_prompt, session=session)
+        negative = args.negative_prompt
+        if negative is None and handle.guidance_name == "true_cfg_scale":
+            negative = ""  # true CFG does nothing without one
+        embeds = offload_core.encode(handle, args.prompt, negative, session=session)
         latents = offload_core.denoise(handle, embeds, seed=args.seed, session=session, **options)
         images = offload_core.decode(handle, latents, output_type="pil", tiling=args.tiling, session=session)
     if video:

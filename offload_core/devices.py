@@ -39,6 +39,7 @@ def resolve_device(device: str | torch.device) -> torch.device:
 
 
 _CPU = torch.device("cpu")
+_OUT_OF_MEMORY = ("out of memory", "not enough memory", "can't allocate memory", "alloc_failed")
 
 
 def resolve_dtype(dtype: str | torch.dtype) -> torch.dtype | None:
@@ -56,11 +57,17 @@ def empty_cache(device: torch.device) -> None:
     """Gives memory that torch keeps for reuse on `device` back to the driver."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
+        if device.type == "cuda" and hasattr(torch._C, "_cuda_clearCublasWorkspaces"):
+            torch._C._cuda_clearCublasWorkspaces()  # they sit in the caching allocator after the first product
         _module_call(device, "empty_cache")
 
 
-def allocated_bytes(device: torch.device) -> int:
-    return int(_module_call(device, "memory_allocated") or 0)
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether an error means that memory ran out: some backends and the CPU's allocator raise a bare RuntimeError."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and any(sign in text for sign in _OUT_OF_MEMORY)
 
 
 def reserved_bytes(device: torch.device) -> int:
@@ -72,6 +79,8 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def reset_peak(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device.index or 0)  # starts the device: its statistics don't by themselves
     _module_call(device, "reset_peak_memory_stats")
 
 

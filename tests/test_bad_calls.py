@@ -47,6 +47,7 @@ def test_load_refuses_what_it_cannot_use(options: dict[str, Any], error: type[Ex
         ({"prompt": ["a", "b"], "negative_prompt": ["c"]}, "2 prompts and 1 negative"),
         ({"prompt": "a", "guidance_scal": 3}, "no argument 'guidance_scal'. Did you mean guidance_scale"),
         ({"prompt": "a", "output_type": "latent"}, "output_type is set by the phases"),
+        ({"prompt": "a", "ip_adapter_image": None, "generator": 1}, "generator is set by the phases"),
     ],
 )
 def test_encode_refuses_what_it_cannot_use(call: dict[str, Any], says: str) -> None:

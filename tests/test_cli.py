@@ -265,6 +265,7 @@ def denoise(handle, embeds, *, session, **options):
         session.observer.check_interrupt()
 
 offload_core.load = lambda model, **options: SimpleNamespace(guidance_name=None, images_name=None)
+offload_core.check_denoise = lambda *positional, **options: None
 offload_core.encode = lambda *positional, **options: None
 offload_core.denoise = denoise
 sys.exit(cli.main(["generate", "--model", "m", "--prompt", "p", "--output", "a.png"]))

@@ -16,18 +16,20 @@ from staging import job, staged, tiny_model, words
 pytest.importorskip("peft")
 
 
-def make_lora(name: str, denoiser: str, file: Path, targets: list[str]) -> Path:
-    """A LoRA of rank 2 with random weights for the denoiser of a tiny model, in diffusers' own format."""
+def make_lora(name: str, component: str, file: Path, targets: list[str], alpha: int = 2) -> Path:
+    """A LoRA of rank 2 with random weights for a component of a tiny model, as diffusers itself saves one."""
     from peft import LoraConfig
     from peft.utils import get_peft_model_state_dict
 
     pipeline = DiffusionPipeline.from_pretrained(tiny_model(name))
-    module = getattr(pipeline, denoiser)
+    module = getattr(pipeline, component)
+    config = LoraConfig(r=2, lora_alpha=alpha, target_modules=targets, init_lora_weights=False)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        module.add_adapter(LoraConfig(r=2, lora_alpha=2, target_modules=targets, init_lora_weights=False))
-        state = get_peft_model_state_dict(module)
-    save_file({f"{denoiser}.{key}": value.contiguous().clone() for key, value in state.items()}, file)
+        module.add_adapter(config)
+    layers = {f"{component}_lora_layers": get_peft_model_state_dict(module)}
+    metadata = {f"{component}_lora_adapter_metadata": config.to_dict()}
+    pipeline.save_lora_weights(file.parent, **layers, **metadata, weight_name=file.name)
     return file
 
 
@@ -43,7 +45,7 @@ def one_shot_with_lora(name: str, files: list[tuple[Path, float]], seed: int, **
 
 @pytest.mark.parametrize(("name", "denoiser"), [("flux", "transformer"), ("sd15", "unet")])
 def test_two_loras_in_phases_equal_the_one_shot_run(name: str, denoiser: str, tmp_path: Path) -> None:
-    first = make_lora(name, denoiser, tmp_path / "first.safetensors", ["to_q", "to_v"])
+    first = make_lora(name, denoiser, tmp_path / "first.safetensors", ["to_q", "to_v"], alpha=16)
     second = make_lora(name, denoiser, tmp_path / "second.safetensors", ["to_k"])
     files, call = [(first, 0.5), (second, 1.5)], job(name, guided=True)
     expected = one_shot_with_lora(name, files, 3, **words(name), **call)
@@ -52,6 +54,58 @@ def test_two_loras_in_phases_equal_the_one_shot_run(name: str, denoiser: str, tm
     assert torch.equal(pictures, expected)
     assert not torch.equal(pictures, plain)
     assert all(phase.leaked_bytes == 0 for phase in session.report.phases)
+
+
+def test_a_lora_in_the_kohya_dialect_keeps_its_alphas(tmp_path: Path) -> None:
+    state = {}
+    for key, value in load_file(make_lora("sd15", "unet", tmp_path / "own.safetensors", ["to_q"])).items():
+        layer, _, side = key.removeprefix("unet.").rpartition(".lora_")
+        name = "lora_unet_" + layer.replace(".", "_")
+        state[f"{name}.lora_{'down' if side.startswith('A') else 'up'}.weight"] = value
+        state[f"{name}.alpha"] = torch.tensor(16.0)
+    save_file(state, tmp_path / "kohya.safetensors")
+    files, call = [(tmp_path / "kohya.safetensors", 1.0)], job("sd15", guided=True)
+    expected = one_shot_with_lora("sd15", files, 3, **words("sd15"), **call)
+    assert torch.equal(staged(tiny_model("sd15"), words("sd15"), call, dtype="auto", seed=3, loras=files)[0], expected)
+
+
+def encoder_loras_work() -> bool:
+    from transformers.integrations.peft import MIN_PEFT_VERSION
+    from transformers.utils import check_peft_version
+
+    try:
+        check_peft_version(min_version=MIN_PEFT_VERSION)
+    except ValueError:
+        return False
+    return True
+
+
+def test_a_lora_of_the_text_encoder_says_what_it_needs(tmp_path: Path) -> None:
+    if encoder_loras_work():
+        pytest.skip("this peft can change text encoders")
+    file = tmp_path / "words.safetensors"
+    layer = "text_encoder.text_model.encoder.layers.0.self_attn.q_proj"
+    save_file({f"{layer}.lora_A.weight": torch.ones(2, 32), f"{layer}.lora_B.weight": torch.ones(32, 2)}, file)
+    with pytest.raises(po.InputError, match="weights for text_encoder, and the installed transformers needs peft"):
+        po.encode(po.load(tiny_model("sd15"), device="cpu", loras=[file]), "a star")
+
+
+@pytest.mark.skipif(not encoder_loras_work(), reason="the installed transformers needs a newer peft for its models")
+def test_a_lora_of_the_text_encoder_is_applied_in_encode_and_marks_the_embeddings(tmp_path: Path) -> None:
+    file = make_lora("sd15", "text_encoder", tmp_path / "words.safetensors", ["q_proj", "v_proj"], alpha=8)
+    files, call = [(file, 0.7)], job("sd15", guided=True)
+    expected = one_shot_with_lora("sd15", files, 3, **words("sd15"), **call)
+    assert torch.equal(staged(tiny_model("sd15"), words("sd15"), call, dtype="auto", seed=3, loras=files)[0], expected)
+    plain = po.load(tiny_model("sd15"), device="cpu")
+    with pytest.raises(po.RecordError, match="field encoders"):
+        po.denoise(plain, po.encode(po.load(tiny_model("sd15"), device="cpu", loras=files), "a star"), **call)
+
+
+def test_embeddings_stay_good_when_only_the_denoisers_lora_changes(tmp_path: Path) -> None:
+    file = make_lora("sd15", "unet", tmp_path / "a.safetensors", ["to_q"])
+    embeds = po.encode(po.load(tiny_model("sd15"), device="cpu"), "a star")
+    handle = po.load(tiny_model("sd15"), device="cpu", loras=[(file, 0.3)])
+    assert po.denoise(handle, embeds, **job("sd15", guided=False)).samples.isfinite().all()
 
 
 def test_a_lora_for_another_kind_of_model_is_refused_by_name(tmp_path: Path) -> None:
@@ -83,4 +137,4 @@ def test_a_lora_file_changed_after_load_is_refused(tmp_path: Path) -> None:
     handle = po.load(tiny_model("sd15"), device="cpu", loras=[lora])
     save_file({key: value * 2 for key, value in load_file(lora).items()} | {"unet.lora_more": torch.ones(9)}, lora)
     with pytest.raises(po.ModelError, match="LoRA a.safetensors changed"):
-        po.encode(handle, "a star")
+        po.denoise(handle, po.encode(po.load(tiny_model("sd15"), device="cpu"), "a star"))

@@ -136,7 +136,7 @@ def digest(value: Any) -> str:
 
 @pytest.mark.parametrize(
     ("model", "options"),
-    [("sd15", {"guidance_scale": 5.0}), ("flux", {"true_cfg_scale": 5.0})],
+    [("sd15", {"guidance_scale": 5.0}), ("flux", {"guidance_scale": 5.0})],
 )
 def test_images_are_those_of_the_pipeline(runner: GraphRunner, models: Path, model: str, options: dict) -> None:
     (image,) = results_of(runner, graph_of(model, batch=2))["decode"].values

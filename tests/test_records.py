@@ -54,6 +54,57 @@ def test_what_encode_did_not_encode_is_a_sentence_if_it_may_not_be_made_again() 
         po.denoise(handle, embeds, prompt="two stars", **job("sd15", guided=True))
 
 
+@pytest.mark.parametrize(
+    ("name", "option"), [("sdxl", {"clip_skip": 1}), ("flux2_klein", {"text_encoder_out_layers": (3, 6, 9)})]
+)
+def test_a_part_of_an_answer_that_was_not_kept_is_encoded_again(name: str, option: dict[str, Any]) -> None:
+    path, call = tiny_model(name), job(name, guided=True) | option
+    handle, session = po.load(path, device="cpu"), po.Session()
+    latents = po.denoise(handle, po.encode(handle, **words(name)), seed=1, session=session, **call)
+    expected, _ = one_shot(path, dtype=torch.float32, seed=1, **words(name), **call)
+    assert torch.equal(po.decode(handle, latents, "pt"), expected)
+    assert any("Every encoder was run again" in note for phase in session.report.phases for note in phase.notes)
+
+
+def test_a_models_own_defaults_do_not_travel_in_the_embeddings(tmp_path: Path) -> None:
+    import shutil
+
+    for steps in (1, 3):
+        folder = Path(shutil.copytree(tiny_model("sd15"), tmp_path / str(steps)))
+        (folder / "phase_offload.json").write_text(
+            json.dumps({"num_inference_steps": steps, "height": 48, "width": 64})
+        )
+    first, second = (po.load(tmp_path / str(steps), device="cpu") for steps in (1, 3))
+    session = po.Session()
+    po.denoise(second, po.encode(first, "a star"), session=session)
+    assert session.report.phases[-1].forwards["unet"] == 3
+
+
+def test_pictures_of_every_mode_come_back_as_they_were() -> None:
+    from PIL import Image
+
+    from offload_core.phases._plain import from_plain, to_plain
+
+    for mode in ("1", "L", "LA", "P", "RGB", "RGBA", "I;16"):
+        image = Image.linear_gradient("L").convert(mode) if mode != "I;16" else Image.new("I;16", (4, 4), 40_000)
+        back = from_plain(to_plain(image, "image"), torch.device("cpu"))
+        assert back.mode == mode
+        assert (
+            back.convert("RGBA" if mode != "I;16" else mode).tobytes()
+            == image.convert("RGBA" if mode != "I;16" else mode).tobytes()
+        )
+    with pytest.raises(po.RecordError, match="mode CMYK; convert it to RGB"):
+        to_plain(Image.new("CMYK", (4, 4)), "image")
+
+
+def test_bare_latents_of_an_sdxl_vae_that_overflows_decode_in_float32() -> None:
+    handle = po.load(tiny_model("sdxl_fp16_force_upcast"), device="cpu", dtype="float16")
+    latents = po.denoise(handle, po.encode(handle, "a star"), **job("sdxl_fp16_force_upcast", guided=False))
+    bare = po.latents_from_samples(handle, latents.samples)
+    assert bare.dtype == latents.dtype == "float32"
+    assert torch.equal(po.decode(handle, bare, "pt"), po.decode(handle, latents, "pt"))
+
+
 def test_embeddings_of_other_encoders_are_refused_by_field() -> None:
     embeds = po.encode(handle_of("sd15"), "a red circle")
     with pytest.raises(po.RecordError, match="field encoders"):

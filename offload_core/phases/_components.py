@@ -75,12 +75,12 @@ class Component:
             try:
                 _leave_out(real, self.skip, self.source.name, self.device, self.recast)
                 _move(real, self.device, self.recast, self.poll)
+                if isinstance(self.gate.port, RecordingPort):
+                    watch_parts(real, self.gate)
+                _poll_each_block(real, self.poll)
             except BaseException:
                 make_cold(real, self.source.name, self.device, buffers=True)
                 raise
-            if isinstance(self.gate.port, RecordingPort):
-                watch_parts(real, self.gate)
-            _poll_each_block(real, self.poll)
         self._cold_state = dict(self.module.__dict__)
         self.loaded = True
         self.module.__dict__.update(real.__dict__)
@@ -88,7 +88,7 @@ class Component:
             self.after_load(self.module)
         self.usage.load_s += time.perf_counter() - started
         self.usage.weight_bytes += _weight_bytes(self.module)
-        self.usage.bytes_read += self.source.weight_bytes
+        self.usage.bytes_read += self.source.weight_bytes - self._bytes_left_out()
 
     def release(self) -> list[tuple[weakref.ref[Any], int]]:
         """Takes the weights away from whoever holds the module; returns its storages, to see that they are gone."""
@@ -108,11 +108,22 @@ class Component:
         """Takes the small state of a cold component, too: libraries tie modules into cycles that outlive a phase."""
         make_cold(self.module, self.source.name, self.device, buffers=True)
 
+    @property
+    def run_bytes(self) -> int:
+        """Bytes of all weights in the dtype they run in, whatever the file's."""
+        stored = getattr(torch, self.source.dtype or "float32").itemsize
+        return self.source.weight_bytes * (self.recast or self.dtype).itemsize // stored
+
+    def _bytes_left_out(self) -> int:
+        starts = tuple(f"{part}." for part in self.skip)
+        headers = [read_header(file) for file in self.source.weight_files] if starts else []
+        return sum(t.nbytes for header in headers for name, t in header.tensors.items() if name.startswith(starts))
+
     def _check_room(self) -> None:
         there = total_bytes(self.device)
-        if there is not None and self.source.weight_bytes > there:
+        if there is not None and self.run_bytes > there:
             raise InsufficientMemoryError(
-                f"{self.source.name} has {_gib(self.source.weight_bytes)} of weights and {self.device} has "
+                f"{self.source.name} has {_gib(self.run_bytes)} of weights and {self.device} has "
                 f"{_gib(there)} of memory. Use a smaller or quantised model, or device=cpu."
             )
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..devices import empty_cache
+from ..devices import empty_cache, is_out_of_memory
 from ..errors import InputError, InsufficientMemoryError, NumericalError, RecordError
 from ..model_source import ModelSource
 from ..session import Session
@@ -38,7 +38,8 @@ def decode(
     tiling: str | None = None,
     session: Session | None = None,
 ) -> Any:
-    """Pictures of `latents`: a list of PIL images ("pil"), float32 (B, H, W, C) in 0..1 ("np"), (B, C, H, W) ("pt").
+    """Pictures of `latents`: a list of PIL images ("pil"), float32 (B, H, W, C) in 0..1 ("np"), or (B, C, H, W) in 0..1
+    and the VAE's dtype ("pt").
 
     A video model gives a list of lists of frames, (B, F, H, W, C) or (B, F, C, H, W). The VAE's encoder half stays on
     disk. tiling: "auto" decodes whole and in smaller and smaller tiles only if memory runs out, "on" in tiles of 512
@@ -93,10 +94,10 @@ def latents_from_samples(handle: Handle, samples: torch.Tensor) -> Latents:
     channels *= 4 if layout.kind == "flux2" else 1
     dimensions = 5 if config.get("z_dim") or "temporal_compression_ratio" in config else samples.ndim
     layout.check(samples, torch.Size([1, channels, *[1] * (dimensions - 2)]))
-    z = layout.to_latents(samples).to(handle.dtype_of(part))
-    call: Plain = to_plain([[z], {"return_dict": False}], "samples")
-    dtype = str(handle.dtype_of(part)).removeprefix("torch.")
-    return Latents(handle.pipeline, vae_mark(part), name, dtype, call, layout)
+    dtype = handle.dtype_of(part)
+    dtype = torch.float32 if dtype == torch.float16 and config.get("force_upcast") else dtype  # as SDXL's pipeline does
+    call: Plain = to_plain([[layout.to_latents(samples).to(dtype)], {"return_dict": False}], "samples")
+    return Latents(handle.pipeline, vae_mark(part), name, str(dtype).removeprefix("torch."), call, layout)
 
 
 def _check_latents(handle: Handle, source: ModelSource, latents: Any) -> None:
@@ -126,7 +127,9 @@ def _decode(phase: Phase, vae: Any, latents: Latents, tiling: str) -> torch.Tens
         try:
             args, kwargs = from_plain(latents.decode, phase.device)
             return _sample_of(vae.decode(*args, **kwargs))
-        except torch.OutOfMemoryError as error:
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
             args = kwargs = None
             reason = str(error)
             error.__traceback__ = None

@@ -13,14 +13,14 @@ from ..errors import InputError, MissingRecordError, NumericalError, RecordError
 from ..model_source import ModelSource
 from ..session import Session
 from ._components import Component
-from ._encode import friendly_errors, run_encode
+from ._encode import friendly_errors, one_negative_each, run_encode
 from ._handle import Handle
 from ._layout import Layout
 from ._loras import plan_loras
 from ._marks import encoders_mark, vae_mark
 from ._pipeline import check_call
-from ._plain import from_plain
-from ._ports import CapturePort, PhaseDone, Port, RecordMissing, Records, ReplayPort, RunPort
+from ._plain import RecordMissing, from_plain
+from ._ports import CapturePort, PhaseDone, Port, Records, ReplayPort, RunPort
 from ._preview import Previewer
 from ._records import Embeds, Latents
 from ._roles import Role, models, role_of
@@ -50,7 +50,8 @@ def denoise(
     source = handle.source()
     _check_seed(seed)
     _check_embeds(handle, source, embeds)
-    call = from_plain(embeds.call, torch.device("cpu")) | pipeline_kwargs
+    call = {**handle.model_defaults, **from_plain(embeds.call, torch.device("cpu")), **pipeline_kwargs}
+    call = one_negative_each(call)
     check_call(handle.pipeline_cls, call)
     try:
         return _run(handle, source, embeds.records, call, seed, session)
@@ -58,9 +59,11 @@ def denoise(
         if not handle.settings.encode_missing:
             raise MissingRecordError(_missing_sentence(embeds, call, missing.component)) from None
         component = missing.component
-    again = run_encode(handle, call, call, session, dict(embeds.records))
+    known = dict(embeds.records) if component else {}  # a record that lacks a part must be made again whole
+    again = run_encode(handle, call, call, session, known)
+    note = f"{component or 'Every encoder'} was run again for Denoise."
     try:
-        return _run(handle, source, again.records, call, seed, session, f"{component} was run again for Denoise.")
+        return _run(handle, source, again.records, call, seed, session, note)
     except RecordMissing as missing:
         raise MissingRecordError(_missing_sentence(embeds, call, missing.component)) from None
 
@@ -72,6 +75,8 @@ def check_denoise(handle: Handle, *, seed: int = 0, **pipeline_kwargs: Any) -> N
     check_call(handle.pipeline_cls, call)
     with open_phase(handle, name="check") as phase:
         _check_size(phase.pipeline, call)
+        if not any(hasattr(phase.pipeline, name) for name in ("image_processor", "video_processor")):
+            raise InputError(f"{handle.pipeline} makes neither pictures nor videos, so it can't run in phases yet.")
 
 
 def _run(
@@ -163,7 +168,7 @@ def _check_seed(seed: Any) -> None:
 def _check_embeds(handle: Handle, source: ModelSource, embeds: Any) -> None:
     if not isinstance(embeds, Embeds):
         raise InputError(f"Denoise needs the embeddings that Encode made, not {type(embeds).__name__}.")
-    if embeds.encoders != encoders_mark(handle, source):
+    if embeds.encoders != encoders_mark(handle, source, embeds.records):
         raise RecordError(
             "The embeddings' field encoders doesn't match this model: they were made by other encoder weights, another "
             "dtype or other LoRAs. Run Encode with this model."
@@ -197,13 +202,13 @@ def _size_multiple(pipeline: Any) -> int:
     return int(spatial) * (max(2, int(patch or 1)) if packed else int(patch or 1))
 
 
-def _missing_sentence(embeds: Embeds, call: dict[str, Any], component: str) -> str:
+def _missing_sentence(embeds: Embeds, call: dict[str, Any], component: str | None) -> str:
     encoded = from_plain(embeds.call, torch.device("cpu"))
     changed = [name for name, value in call.items() if name in encoded and repr(encoded[name]) != repr(value)]
     new = [name for name in call if name not in encoded]
     near = difflib.get_close_matches("max_sequence_length", changed + new, n=1)
     suspects = ", ".join(near or changed or new) or "the prompt"
     return (
-        f"Denoise asks {component} for something that Encode didn't encode; it differs in: {suspects}. "
+        f"Denoise asks {component or 'an encoder'} for something that Encode didn't encode; it differs in: {suspects}. "
         "Give Encode the same arguments."
     )

@@ -41,14 +41,15 @@ def encode(
     InsufficientMemoryError.
     """
     call = encode_call(handle, prompt, negative_prompt, pipeline_kwargs)
-    return run_encode(handle, force_guidance(handle, call), call, session or Session(), {})
+    run = force_guidance(handle, one_negative_each({**handle.model_defaults, **call}))
+    return run_encode(handle, run, call, session or Session(), {})
 
 
 def encode_call(handle: Handle, prompt: Any, negative_prompt: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of the pipeline's call: the model's own defaults, the prompts, and what the caller says."""
+    """The arguments of the pipeline's call that the caller gives, checked."""
     cls = handle.pipeline_cls
     known = call_parameters(cls)
-    call = dict(handle.model_defaults) | kwargs
+    call = dict(kwargs)
     for name, text in (("prompt", prompt), ("negative_prompt", negative_prompt)):
         if text is None:
             continue
@@ -64,9 +65,14 @@ def encode_call(handle: Handle, prompt: Any, negative_prompt: Any, kwargs: dict[
     negative = call.get("negative_prompt")
     if isinstance(negative, list) and len(negative) != count:
         raise InputError(f"There are {count} prompts and {len(negative)} negative prompts; give as many of each.")
-    if isinstance(negative, str) and isinstance(call.get("prompt"), list):
-        call["negative_prompt"] = [negative] * count
     check_call(cls, call)
+    return call
+
+
+def one_negative_each(call: dict[str, Any]) -> dict[str, Any]:
+    """`call` with a single negative prompt repeated for a list of prompts."""
+    if isinstance(call.get("negative_prompt"), str) and isinstance(call.get("prompt"), list):
+        return {**call, "negative_prompt": [call["negative_prompt"]] * len(call["prompt"])}
     return call
 
 
@@ -86,7 +92,7 @@ def run_encode(
         notes = _prompt_notes(phase, call, ports)
         phase.notes += notes
         plain = records.settle()
-    return Embeds(handle.pipeline, encoders_mark(handle, source), kept, plain, tuple(notes))
+    return Embeds(handle.pipeline, encoders_mark(handle, source, plain), kept, plain, tuple(notes))
 
 
 def _port(role: Role, name: str, records: Records, device: torch.device) -> Port:

@@ -68,8 +68,14 @@ class Handle:
 
     @property
     def guidance_name(self) -> str | None:
-        """The argument that turns guidance up: true CFG where the pipeline has it, else its guidance scale."""
-        return self._first_argument("true_cfg_scale", "guidance_scale")
+        """The argument that a person means by guidance.
+
+        `guidance_scale` for a denoiser that was distilled to take it as an input (FLUX.1-dev), else true CFG where the
+        pipeline has it (Qwen-Image), else `guidance_scale`.
+        """
+        embedded = any((part.config or {}).get("guidance_embeds") for part in self.source().components.values())
+        names = ("true_cfg_scale", "guidance_scale")
+        return self._first_argument(*(reversed(names) if embedded else names))
 
     @property
     def images_name(self) -> str | None:

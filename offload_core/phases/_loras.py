@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..checkpoint import read_header
+from ..checkpoint import content_mark, read_header
 from ..errors import InputError, ModelError
 
 if TYPE_CHECKING:
@@ -17,17 +18,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Lora:
-    """A LoRA file, its strength (1.0 is as trained) and a fingerprint of the file."""
+    """A LoRA file and its strength (1.0 is as trained).
+
+    fingerprint: of the file's content. encodes: whether it changes text encoders, so that embeddings depend on it.
+    """
 
     path: str = field(repr=False)
     scale: float
     fingerprint: str = field(repr=False)
+    encodes: bool = field(repr=False)
 
     def file(self) -> Path:
         """The file, unless it changed since the handle was made (ModelError)."""
-        if _fingerprint(Path(self.path)) != self.fingerprint:
-            raise ModelError(f"The LoRA {Path(self.path).name} changed since the model was loaded. Load both again.")
-        return Path(self.path)
+        file = Path(self.path)
+        if not file.is_file() or content_mark(file) != self.fingerprint:
+            raise ModelError(f"The LoRA {file.name} changed since the model was loaded. Load both again.")
+        return file
 
 
 def as_loras(loras: Sequence[Any]) -> tuple[Lora, ...]:
@@ -47,51 +53,100 @@ def _as_lora(item: Any) -> Lora:
     names = read_header(file).tensors
     if not any("lora" in name.lower() for name in names):
         raise ModelError(f"{file.name} holds no LoRA weights (none of its {len(names)} tensors is named like one).")
-    return Lora(str(file.resolve()), float(scale), _fingerprint(file))
+    encodes = any(name.startswith(("text_encoder", "lora_te")) for name in names)
+    return Lora(str(file.resolve()), float(scale), content_mark(file), encodes)
 
 
-def _fingerprint(file: Path) -> str:
-    try:
-        stat = file.stat()
-    except OSError:
-        return "gone"
-    return f"{stat.st_size}-{stat.st_mtime_ns}"
+@dataclass(frozen=True)
+class _Weights:
+    """A LoRA as diffusers reads it: weights by component, strengths that its format stores apart, and metadata."""
+
+    adapter: str
+    lora: Lora
+    state: dict[str, Any]
+    alphas: dict[str, Any] | None
+    metadata: dict[str, Any] | None
+
+    def touches(self, component: str) -> bool:
+        return any(key.startswith(f"{component}.") for key in self.state)
 
 
 def plan_loras(phase: Phase, owned: set[str]) -> None:
     """Arranges that each owned component that a LoRA names gets it when it is loaded."""
-    loras = phase.handle.loras
-    if not loras:
+    if not phase.handle.loras:
         return
     cls = type(phase.pipeline)
     if not hasattr(cls, "lora_state_dict"):
         raise InputError(f"{cls.__name__} can't load LoRAs. Load the model without them.")
-    weights: list[tuple[int, Lora, dict[str, Any]]] = []
-    for index, lora in enumerate(loras):
-        file = lora.file()
-        state = cls.lora_state_dict(str(file.parent), weight_name=file.name, local_files_only=True)
-        weights.append((index, lora, state[0] if isinstance(state, tuple) else state))
+    loras = [_read(phase.pipeline, f"phase_offload_{i}", lora) for i, lora in enumerate(phase.handle.loras)]
+    for weights in loras:
+        if not any(weights.touches(name) for name in phase.components):
+            raise ModelError(
+                f"The LoRA {Path(weights.lora.path).name} is for another kind of model: none of its weights belongs to "
+                f"a component of {cls.__name__} ({', '.join(phase.components)})."
+            )
     for name in owned & phase.components.keys():
-        mine = [(i, lora, part) for i, lora, state in weights if (part := _for_component(state, name))]
+        mine = [weights for weights in loras if weights.touches(name)]
         if mine:
-            phase.components[name].after_load = lambda module, mine=mine, name=name: _apply(module, name, mine)
-    named = [lora for _, lora, state in weights if not any(_for_component(state, name) for name in phase.components)]
-    if named:
-        raise ModelError(
-            f"The LoRA {Path(named[0].path).name} is for another kind of model: none of its weights belongs to a "
-            f"component of {cls.__name__} ({', '.join(phase.components)})."
-        )
+            apply = _apply_to_encoder if _is_encoder(phase.components[name].module) else _apply
+            phase.components[name].after_load = functools.partial(apply, cls, name, mine)
 
 
-def _for_component(state: dict[str, Any], name: str) -> dict[str, Any]:
-    return {key: value for key, value in state.items() if key.startswith(f"{name}.")}
+def _read(pipeline: Any, adapter: str, lora: Lora) -> _Weights:
+    file = lora.file()
+    options: dict[str, Any] = {"weight_name": file.name, "local_files_only": True, "return_lora_metadata": True}
+    if hasattr(pipeline, "unet"):
+        options["unet_config"] = pipeline.unet.config  # names of blocks in other dialects depend on it
+    read = pipeline.lora_state_dict(str(file.parent), **options)
+    state, *rest = read if isinstance(read, tuple) else (read,)
+    alphas = rest[0] if len(rest) == 2 else None
+    return _Weights(adapter, lora, state, alphas, rest[-1] if rest else None)
 
 
-def _apply(module: Any, name: str, loras: list[tuple[int, Lora, dict[str, Any]]]) -> None:
+def _is_encoder(module: Any) -> bool:
+    from transformers import PreTrainedModel
+
+    return isinstance(module, PreTrainedModel)
+
+
+def _apply(cls: Any, name: str, loras: list[_Weights], module: Any) -> None:
     if not hasattr(module, "load_lora_adapter"):
         raise InputError(f"The LoRA has weights for {name}, and {type(module).__name__} can't take them.")
-    adapters = []
-    for index, lora, state in loras:
-        adapters.append((f"phase_offload_{index}", lora.scale))
-        module.load_lora_adapter(state, prefix=name, adapter_name=adapters[-1][0])
-    module.set_adapters([adapter for adapter, _ in adapters], [scale for _, scale in adapters])
+    for weights in loras:
+        alphas = {"network_alphas": weights.alphas} if weights.alphas else {"metadata": weights.metadata}
+        module.load_lora_adapter(dict(weights.state), prefix=name, adapter_name=weights.adapter, **alphas)
+    module.set_adapters([weights.adapter for weights in loras], [weights.lora.scale for weights in loras])
+
+
+def _apply_to_encoder(cls: Any, name: str, loras: list[_Weights], module: Any) -> None:
+    from diffusers.utils import set_weights_and_activate_adapters
+
+    if not hasattr(cls, "load_lora_into_text_encoder"):
+        raise InputError(f"The LoRA has weights for {name}, and {cls.__name__} can't apply them.")
+    _check_peft(name)
+    for weights in loras:
+        cls.load_lora_into_text_encoder(
+            dict(weights.state),
+            network_alphas=weights.alphas,
+            text_encoder=module,
+            prefix=name,
+            adapter_name=weights.adapter,
+            metadata=None if weights.alphas else weights.metadata,
+        )
+    set_weights_and_activate_adapters(
+        module, [weights.adapter for weights in loras], [weights.lora.scale for weights in loras]
+    )
+
+
+def _check_peft(name: str) -> None:
+    """transformers asks for a newer peft than diffusers does to change an encoder, and says so in its own words."""
+    from transformers.integrations.peft import MIN_PEFT_VERSION
+    from transformers.utils import check_peft_version
+
+    try:
+        check_peft_version(min_version=MIN_PEFT_VERSION)
+    except ValueError:
+        raise InputError(
+            f"The LoRA has weights for {name}, and the installed transformers needs peft {MIN_PEFT_VERSION} or newer to "
+            "apply them. Install it, or use a LoRA of the denoiser alone."
+        ) from None

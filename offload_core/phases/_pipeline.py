@@ -105,6 +105,10 @@ def call_parameters(cls: Any) -> dict[str, inspect.Parameter]:
 RESERVED = ("generator", "output_type", "return_dict", "callback_on_step_end", "latents", "callback", "callback_steps")
 
 
+# Arguments whose effect comes after the VAE, or splits its work, where the phases don't run the pipeline's own code.
+UNSUPPORTED = ("padding_mask_crop", "vae_batch_size", "decode_chunk_size")
+
+
 def check_call(cls: Any, kwargs: dict[str, Any]) -> None:
     """Raises InputError for an argument that the pipeline doesn't take or that the phases set themselves."""
     import difflib
@@ -113,6 +117,8 @@ def check_call(cls: Any, kwargs: dict[str, Any]) -> None:
     for name in kwargs:
         if name in RESERVED:
             raise InputError(f"{name} is set by the phases themselves; leave it out.")
+        if name in UNSUPPORTED and kwargs[name] is not None:
+            raise InputError(f"{name} isn't supported in phases yet; leave it out.")
         if name not in known:
             near = difflib.get_close_matches(name, known, n=3)
             hint = f" Did you mean {' or '.join(near)}?" if near else ""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import io
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..errors import MissingRecordError, RecordError
+from ..errors import RecordError
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,7 +88,7 @@ def _pack(value: Any, tensors: list[torch.Tensor], where: str) -> Any:
     if isinstance(value, torch.Generator):
         return {"generator": _keep(value.get_state(), tensors)}
     if isinstance(value, Image.Image):
-        return {"image": _keep(torch.from_numpy(np.array(value)), tensors), "mode": value.mode}
+        return {"image": _keep(_as_png(value, where), tensors)}
     if isinstance(value, np.ndarray):
         return {"array": _keep(torch.from_numpy(np.ascontiguousarray(value)), tensors)}
     if isinstance(value, np.generic):
@@ -103,7 +104,6 @@ def _unpack(node: Any, tensors: tuple[torch.Tensor, ...], device: torch.device) 
     if not isinstance(node, dict):
         return node
     ((kind, content), *extra) = node.items()
-    rest = dict(extra)
     if kind == "tensor":
         return tensors[content].to(device, copy=True)
     if kind == "list":
@@ -129,14 +129,26 @@ def _unpack(node: Any, tensors: tuple[torch.Tensor, ...], device: torch.device) 
     if kind == "image":
         from PIL import Image
 
-        return Image.fromarray(tensors[content].numpy().copy(), rest["mode"])
+        image = Image.open(io.BytesIO(tensors[content].numpy().tobytes()))
+        image.load()
+        return image
     if kind == "array":
         return tensors[content].numpy().copy()
     if kind == "gaussian":
         from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 
-        return DiagonalGaussianDistribution(tensors[content].to(device, copy=True), rest["deterministic"])
+        return DiagonalGaussianDistribution(tensors[content].to(device, copy=True), dict(extra)["deterministic"])
     raise RecordError(f"The record holds a value of an unknown kind {kind!r}. Make it again with this version.")
+
+
+def _as_png(image: Any, where: str) -> torch.Tensor:
+    """A picture as the bytes of a PNG, which keeps palettes and bit depths."""
+    file = io.BytesIO()
+    try:
+        image.save(file, "PNG")
+    except OSError:
+        raise RecordError(f"{where} is a picture of mode {image.mode}; convert it to RGB.") from None
+    return torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
 
 
 class _Pruned:
@@ -149,9 +161,18 @@ class _Pruned:
 PRUNED = _Pruned()
 
 
-def _present(value: Any, name: str) -> Any:
+class RecordMissing(BaseException):
+    """Ends the pipeline's call when it asks for an encoding that no record holds. Not an Exception: no handler may
+    swallow it. `component` is None if the record is there but the part asked for wasn't kept."""
+
+    def __init__(self, component: str | None = None) -> None:
+        super().__init__(component)
+        self.component = component
+
+
+def _present(value: Any) -> Any:
     if value is PRUNED:
-        raise MissingRecordError(f"{name} of an encoder's output is needed here but wasn't when it was encoded.")
+        raise RecordMissing
     return value
 
 
@@ -172,7 +193,7 @@ class TrackedSequence(tuple):
         if isinstance(index, slice):
             return tuple(self[i] for i in range(*index.indices(len(self))))
         self._used.add(range(len(self))[index])
-        return _present(super().__getitem__(index), f"item {index}")
+        return _present(super().__getitem__(index))
 
     def __iter__(self) -> Iterator[Any]:
         return (self[i] for i in range(len(self)))
@@ -202,7 +223,7 @@ class TrackedOutput:
 
     def _read(self, name: str) -> Any:
         self._used.add(name)
-        return _present(self._fields[name], name)
+        return _present(self._fields[name])
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name not in self._fields:

@@ -17,7 +17,7 @@ from torch import nn
 
 from ..errors import ColdWeightError
 from ._cold import ColdWeight, make_cold
-from ._plain import Plain, from_plain, to_plain, tracked
+from ._plain import Plain, RecordMissing, from_plain, to_plain, tracked
 
 # Methods, other than forward, by which pipelines use a component's weights (scan of diffusers 0.42 pipelines).
 ENTRY_POINTS = (
@@ -35,14 +35,6 @@ ENTRY_POINTS = (
 
 class PhaseDone(BaseException):
     """Ends the pipeline's call when the phase has what it came for. Not an Exception: no handler may swallow it."""
-
-
-class RecordMissing(BaseException):
-    """Ends the pipeline's call when it asks for an encoding that no record holds."""
-
-    def __init__(self, component: str) -> None:
-        super().__init__(component)
-        self.component = component
 
 
 class Port(Protocol):

@@ -45,7 +45,7 @@ class Previewer:
 
         guess = self._endpoint(pipeline, step, latents)[:1].float().cpu()
         grid = _unpack(guess, self._aspect())
-        if grid is None:
+        if grid is None or grid.shape[0] < 3 or not torch.isfinite(grid).all():
             return None
         rgb = self._colours(pipeline, grid)
         return Image.fromarray((rgb.clamp(0, 1) * 255).round().to(torch.uint8).numpy())
@@ -69,7 +69,7 @@ class Previewer:
         """
         config = pipeline.vae.config
         pixels = grid.permute(1, 2, 0)
-        if self.factors is not None and len(self.factors) == pixels.shape[-1]:
+        if self.factors and [len(row) for row in self.factors] == [3] * pixels.shape[-1]:
             unscaled = pixels / (getattr(config, "scaling_factor", None) or 1.0)
             unscaled = unscaled + (getattr(config, "shift_factor", None) or 0.0)
             rgb = unscaled @ torch.tensor(self.factors) + torch.tensor(self.bias or [0.0, 0.0, 0.0])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
+import uuid
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -139,13 +139,12 @@ def _write(path: str | os.PathLike[str], kind: str, meta: dict[str, Any], plains
     structures = {name: [plain.structure, [t.stride() for t in plain.tensors]] for name, plain in plains.items()}
     metadata = {"format": f"phase-offload-{kind}-{FORMAT}", "meta": json.dumps(meta), "values": json.dumps(structures)}
     data = save({name: tensor.contiguous() for name, tensor in tensors.items()}, metadata)
-    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}.partial")
     try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
+        temporary.write_bytes(data)
         os.replace(temporary, target)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
     return target
 

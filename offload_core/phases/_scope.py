@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
-from ..devices import HostPeak, empty_cache, peak_bytes, reset_peak
+from ..devices import HostPeak, empty_cache, is_out_of_memory, peak_bytes, reset_peak
 from ..errors import InputError, InsufficientMemoryError
 from ..report import PhaseReport
 from ..session import Progress, Session
 from ._components import Component, Usage
 from ._handle import Handle
 from ._pipeline import build_pipeline
-from ._ports import Port, RunPort
+from ._ports import EncodeOnlyPort, Port, RunPort
 
 
 class Phase:
@@ -47,15 +47,16 @@ class Phase:
                 component = Component(part, self.handle.dtype_of(part), self.device, self.usage, self._poll)
                 component.use(ports.get(name, RunPort()), owned=name in owned)
                 self.components[name] = component
-                self._to_load += part.weight_bytes if name in owned else 0
+                if name in owned and not isinstance(component.gate.port, EncodeOnlyPort):
+                    self._to_load += component.run_bytes
         self.pipeline = build_pipeline(source, self.modules, self.device, self._step)
 
     def _poll(self, arrived: int) -> None:
         self.session.observer.check_interrupt()
         if arrived:
             self._arrived += arrived
-            done = min(self._arrived, self._to_load)
-            self.session.observer.progress(Progress(self.name, "load", done, self._to_load, "bytes"))
+            self._to_load = max(self._to_load, self._arrived)
+            self.session.observer.progress(Progress(self.name, "load", self._arrived, self._to_load, "bytes"))
 
     def _step(self, done: int, total: int) -> None:
         if self.on_step is not None:
@@ -69,9 +70,10 @@ class Phase:
 
     def close(self) -> int:
         """Gives everything back. Returns the bytes of storages that something outside still holds."""
-        self.give_back(self.components.values())
-        for component in self.components.values():
-            component.empty()
+        with contextlib.ExitStack() as every:  # an interrupt in one release doesn't keep the others from it
+            for component in self.components.values():
+                every.callback(component.empty)
+                every.callback(self.give_back, [component])
         self.components.clear()
         if self.pipeline is not None:
             self.pipeline.__dict__.clear()
@@ -120,8 +122,8 @@ class OpenPhase(contextlib.AbstractContextManager[Phase]):
         self._modes = contextlib.ExitStack()
         self._started, self._peak = time.perf_counter(), HostPeak()
         self._rng = torch.get_rng_state()
-        reset_peak(phase.device)
         try:
+            reset_peak(phase.device)
             self._modes.enter_context(torch.inference_mode(False))
             self._modes.enter_context(torch.no_grad())
             phase.build(self.ports, self.owned)
@@ -140,7 +142,7 @@ class OpenPhase(contextlib.AbstractContextManager[Phase]):
         self._modes.close()
         torch.set_rng_state(self._rng)
         forwards, host, device = phase.forwards(), self._peak.sample(), peak_bytes(phase.device)
-        short = _out_of_memory(phase) if isinstance(error, torch.OutOfMemoryError | MemoryError) else None
+        short = _out_of_memory(phase) if is_out_of_memory(error) else None
         try:
             leaked = phase.close()
         finally:
