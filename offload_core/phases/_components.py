@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .._report_table import human_bytes
 from ..checkpoint import read_header
 from ..devices import total_bytes
 from ..errors import InsufficientMemoryError
@@ -123,13 +124,9 @@ class Component:
         there = total_bytes(self.device)
         if there is not None and self.run_bytes > there:
             raise InsufficientMemoryError(
-                f"{self.source.name} has {_gib(self.run_bytes)} of weights and {self.device} has "
-                f"{_gib(there)} of memory. Use a smaller or quantised model, or device=cpu."
+                f"{self.source.name} has {human_bytes(self.run_bytes)} of weights and {self.device} has "
+                f"{human_bytes(there)} of memory. Use a smaller or quantised model, or device=cpu."
             )
-
-
-def _gib(count: int) -> str:
-    return f"{count / 2**30:.1f} GiB"
 
 
 def _skeleton(source: ComponentSource, dtype: torch.dtype, device: torch.device) -> nn.Module:

@@ -147,6 +147,6 @@ def _check_peft(name: str) -> None:
         check_peft_version(min_version=MIN_PEFT_VERSION)
     except ValueError:
         raise InputError(
-            f"The LoRA has weights for {name}, and the installed transformers needs peft {MIN_PEFT_VERSION} or newer to "
-            "apply them. Install it, or use a LoRA of the denoiser alone."
+            f"The LoRA has weights for {name}, and the installed transformers needs peft {MIN_PEFT_VERSION} or newer "
+            "to apply them. Install it, or use a LoRA of the denoiser alone."
         ) from None

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from .._report_table import human_bytes
 from ..devices import HostPeak, empty_cache, is_out_of_memory, peak_bytes, reset_peak
 from ..errors import InputError, InsufficientMemoryError
 from ..report import PhaseReport
@@ -187,7 +188,7 @@ def _forget_frames(error: BaseException | None) -> None:
 
 def _out_of_memory(phase: Phase) -> InsufficientMemoryError:
     largest = max((part.source.weight_bytes for part in phase.components.values()), default=0)
-    weights = f" (its largest component has {largest / 2**30:.1f} GiB of weights)"
+    weights = f" (its largest component has {human_bytes(largest)} of weights)"
     return InsufficientMemoryError(
         f"The {phase.name} phase ran out of memory on {phase.device}{weights}. "
         "Use a smaller picture, fewer images at once, VAE tiling, a smaller model, or device=cpu."
