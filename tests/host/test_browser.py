@@ -1,0 +1,207 @@
+"""The pack in ComfyUI's real page, in Chromium: the example workflow opens, runs and shows its picture.
+
+PHASE_OFFLOAD_SCREENSHOTS names a folder that gets the screenshots; without it they go to the test's own folder.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+    from host.comfy_server import Checkout, Server
+
+pytestmark = [pytest.mark.host, pytest.mark.browser, pytest.mark.slow, pytest.mark.timeout(900)]
+
+REPOSITORY = Path(__file__).absolute().parents[2]
+CHROMIUM_FLAGS = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-sync", "--disable-dev-shm-usage"]
+CHROMIUM_FLAGS += ["--disable-quic", "--disable-background-networking", "--disable-component-update"]
+LIMIT_MILLISECONDS = 120_000
+RUN_BUTTON = "button[data-testid=queue-button], [data-testid=queue-button] button"
+
+READY = "() => window.app?.extensionManager && window.app.graph && document.querySelector('canvas')"
+LISTEN = """() => {
+  window.ends = [];
+  for (const type of ['execution_success', 'execution_error', 'execution_interrupted'])
+    app.api.addEventListener(type, () => window.ends.push(type));
+}"""
+SHOWN_PICTURES = """() => app.graph.nodes.filter(node => node.type == 'SaveImage')
+  .flatMap(node => node.imgs ?? []).map(image => [image.naturalWidth, image.naturalHeight])"""
+VISIBLE_PICTURES = """() => [...document.querySelectorAll('[data-node-id] img')].map(image =>
+  [image.naturalWidth, image.naturalHeight])"""
+FIT_VIEW = """() => {
+  const nodes = app.graph.nodes;
+  const left = Math.min(...nodes.map(node => node.pos[0])), top = Math.min(...nodes.map(node => node.pos[1]));
+  const right = Math.max(...nodes.map(node => node.pos[0] + node.size[0]));
+  const scale = Math.min(1, (window.innerWidth - 220) / (right - left));
+  app.canvas.ds.scale = scale;
+  app.canvas.ds.offset = [80 / scale - left, 220 / scale - top];
+  app.canvas.setDirty(true, true);
+}"""
+
+
+@pytest.fixture(scope="session")
+def chromium() -> Iterator[Browser]:
+    playwright = pytest.importorskip("playwright.sync_api", reason="Playwright isn't installed")
+    program = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if program is None:
+        pytest.skip("Chromium isn't installed")
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=program, headless=True, args=CHROMIUM_FLAGS)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="session")
+def comfy_page(server: Server, chromium: Browser) -> Iterator[tuple[Page, list[str]]]:
+    """ComfyUI's page, ready, with nothing to reach but the server; and the errors of its scripts from then on."""
+    faults: list[str] = []
+    page = chromium.new_page(viewport={"width": 1920, "height": 900})
+    page.set_default_timeout(LIMIT_MILLISECONDS)
+    own = (server.url, "data:", "blob:")
+    page.route("**/*", lambda route: route.continue_() if route.request.url.startswith(own) else route.abort())
+    page.goto(server.url, wait_until="domcontentloaded")
+    page.wait_for_function(READY)
+    page.on("pageerror", lambda error: faults.append(str(error)))
+    yield page, faults
+    page.close()
+
+
+@pytest.fixture
+def page(comfy_page: tuple[Page, list[str]]) -> Page:
+    return comfy_page[0]
+
+
+@pytest.fixture
+def faults(comfy_page: tuple[Page, list[str]]) -> list[str]:
+    """Errors of the page's scripts since this test began."""
+    comfy_page[1].clear()
+    return comfy_page[1]
+
+
+@pytest.fixture
+def workflow() -> dict[str, Any]:
+    """The example workflow in the UI format, made quick."""
+    workflow = json.loads((REPOSITORY / "example_workflows" / "text_to_image.json").read_text())
+    denoise = node_of_type(workflow, "PhaseOffloadDenoise")
+    denoise["widgets_values"][0] = 5  # the seed
+    denoise["widgets_values"][1] = "fixed"
+    return workflow
+
+
+def node_of_type(workflow: dict[str, Any], type_: str) -> dict[str, Any]:
+    (node,) = (node for node in workflow["nodes"] if node["type"] == type_)
+    return node
+
+
+def open_workflow(page: Page, workflow: dict[str, Any]) -> None:
+    page.evaluate("async workflow => { await app.loadGraphData(workflow) }", workflow)
+    page.wait_for_function("count => app.graph.nodes.length == count", arg=len(workflow["nodes"]))
+    page.evaluate(FIT_VIEW)
+
+
+def alerts(page: Page) -> list[str]:
+    """The texts of the notes the page shows in a corner, such as one about a file that isn't a valid workflow."""
+    return page.locator(".p-toast-message").all_inner_texts()
+
+
+def press_run(page: Page) -> str:
+    """Presses the Run button, waits until the graph has ended, and says how."""
+    page.evaluate(LISTEN)
+    page.locator(RUN_BUTTON).first.click()
+    page.wait_for_function("() => window.ends.length")
+    return page.evaluate("window.ends")[0]
+
+
+def screenshot(page: Page, name: str, checkout: Checkout, tmp_path: Path) -> None:
+    folder = Path(os.environ.get("PHASE_OFFLOAD_SCREENSHOTS") or tmp_path)
+    folder.mkdir(parents=True, exist_ok=True)
+    page.screenshot(path=folder / f"{name}-{checkout.version}.png")
+
+
+def test_example_workflow_runs_in_the_page(
+    page: Page, workflow: dict[str, Any], faults: list[str], checkout: Checkout, tmp_path: Path
+) -> None:
+    open_workflow(page, workflow)
+    assert press_run(page) == "execution_success"
+    page.wait_for_function(f"() => ({SHOWN_PICTURES})().some(([width]) => width > 0)")
+    screenshot(page, "text-to-image", checkout, tmp_path)
+    assert alerts(page) == []
+    assert faults == []
+
+
+def test_example_workflow_runs_with_the_new_kind_of_nodes(
+    page: Page, workflow: dict[str, Any], faults: list[str], checkout: Checkout, tmp_path: Path
+) -> None:
+    """ComfyUI draws nodes on a canvas or, if the person chose so, as elements of the page."""
+    known = page.evaluate("() => 'Comfy.VueNodes.Enabled' in app.ui.settings.settingsLookup")
+    if not known:
+        pytest.skip(f"ComfyUI {checkout.version} draws nodes on a canvas only")
+    node_of_type(workflow, "PhaseOffloadDenoise")["widgets_values"][0] = 6  # else all is cached
+    set_setting(page, "Comfy.VueNodes.Enabled", True)
+    try:
+        open_workflow(page, workflow)
+        assert press_run(page) == "execution_success"
+        page.wait_for_function(f"() => ({VISIBLE_PICTURES})().some(([width]) => width > 0)")
+        screenshot(page, "text-to-image-new-nodes", checkout, tmp_path)
+        assert faults == []
+    finally:
+        set_setting(page, "Comfy.VueNodes.Enabled", False)
+
+
+def set_setting(page: Page, name: str, value: Any) -> None:
+    page.evaluate("async ([name, value]) => { await app.extensionManager.setting.set(name, value) }", [name, value])
+
+
+@pytest.mark.parametrize("node_type", ["Load", "EncodePrompt", "Denoise", "PurgeCache", "VAEDecode"])
+def test_help_page_of_a_node_is_shown(page: Page, workflow: dict[str, Any], faults: list[str], node_type: str) -> None:
+    title = help_title(f"PhaseOffload{node_type}")
+    open_workflow(page, workflow)
+    select_node(page, f"PhaseOffload{node_type}")
+    page.get_by_test_id("info-button").click()
+    page.locator(".node-help-content").get_by_role("heading", name=title, exact=True).first.wait_for()
+    assert faults == []
+
+
+def help_title(node_type: str) -> str:
+    first_line = (REPOSITORY / "web" / "docs" / f"{node_type}.md").read_text().splitlines()[0]
+    assert first_line.startswith("# ")
+    return first_line.removeprefix("# ").strip()
+
+
+def select_node(page: Page, node_type: str) -> None:
+    page.evaluate("type => app.canvas.selectNode(app.graph.nodes.find(node => node.type == type))", node_type)
+
+
+def test_failed_node_is_shown_to_the_person(
+    page: Page, workflow: dict[str, Any], checkout: Checkout, tmp_path: Path, server: Server
+) -> None:
+    """A model whose weights can't be read: the page must say so, whichever node finds it out."""
+    broken = server.diffusers_folder / f"broken-{tmp_path.name}"
+    shutil.copytree(REPOSITORY / "offload_core" / "demo" / "model", broken)
+    for weights in broken.rglob("*.safetensors"):
+        weights.write_bytes(b"not a safetensors file")
+    try:
+        node_of_type(workflow, "PhaseOffloadLoad")["widgets_values"][0] = broken.name
+        open_workflow(page, workflow)
+        assert press_run(page) == "execution_error"
+        screenshot(page, "broken-model", checkout, tmp_path)
+    finally:
+        shutil.rmtree(broken)
+
+
+def test_example_is_offered_in_the_templates_dialog(page: Page, checkout: Checkout, tmp_path: Path) -> None:
+    from host.comfy_server import PACK_FOLDER
+
+    page.evaluate("() => app.extensionManager.command.execute('Comfy.BrowseTemplates')")
+    page.get_by_text(PACK_FOLDER, exact=True).first.click()
+    page.get_by_text("text_to_image", exact=True).first.click()
+    page.wait_for_function("() => app.graph.nodes.some(node => node.type == 'PhaseOffloadLoad')")
