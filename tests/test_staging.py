@@ -151,7 +151,7 @@ def test_a_picture_is_encoded_once_and_replayed(name: str, tmp_path: Path) -> No
 def test_the_demo_model_in_phases_equals_the_one_shot_run(dtype: torch.dtype) -> None:
     # The model's own defaults (size, steps, true CFG, text length) apply without being given.
     handle = po.load(DEMO, device="cpu", dtype=dtype)
-    own = {name: value for name, value in handle.model_defaults.items() if name in handle.defaults}
+    own = {name: handle.defaults[name] for name in handle.source().defaults if name in handle.defaults}
     assert own["num_inference_steps"] == 8
     expected, ran = one_shot(DEMO, dtype=dtype, seed=4, prompt="a red star on a white background", **own)
     pictures, session = staged(DEMO, {"prompt": "a red star on a white background"}, {}, dtype=dtype, seed=4)

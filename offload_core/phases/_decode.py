@@ -17,7 +17,7 @@ from ._plain import Plain, from_plain, to_plain
 from ._ports import Port, RunPort
 from ._records import Latents
 from ._roles import Role, models, role_of
-from ._scope import Phase, open_phase
+from ._scope import OpenPhase, Phase
 from ._tiling import TILE_PIXELS, tile
 
 OUTPUT_TYPES = ("pil", "np", "pt")
@@ -57,7 +57,7 @@ def decode(
     _check_latents(handle, source, latents)
     ports: dict[str, Port] = {name: RunPort() for name, _ in models(source)}
     owned = {latents.component} | {name for name, part in models(source) if role_of(part) is Role.TAIL}
-    with open_phase(handle, *owned, name="decode", session=session or Session(), ports=ports) as phase:
+    with OpenPhase(handle, source, "decode", session or Session(), ports, owned) as phase:
         component = phase.components[latents.component]
         component.skip = ENCODER_HALF
         # What the pipeline did to its VAE before decoding: an SDXL VAE in float16 is upcast.
@@ -88,7 +88,7 @@ def latents_from_samples(handle: Handle, samples: torch.Tensor) -> Latents:
             "This model's VAE needs more than the field samples (a decode timestep and noise). "
             "Decode latents that its own Denoise made."
         )
-    with open_phase(handle, name="latents", session=Session()) as phase:
+    with OpenPhase(handle, source, "latents", Session()) as phase:
         layout = Layout.of(phase.components[name].module)
     channels = int(config.get("latent_channels") or config.get("z_dim") or samples.shape[1])
     channels *= 4 if layout.kind == "flux2" else 1

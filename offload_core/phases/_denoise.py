@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from ..errors import InputError, MissingRecordError, NumericalError, RecordError
-from ..model_source import ModelSource
+from ..model_source import ModelSource, pipeline_class
 from ..session import Session
 from ._components import Component
 from ._encode import friendly_errors, one_negative_each, run_encode
-from ._handle import Handle
+from ._handle import Handle, model_defaults
 from ._layout import Layout
 from ._loras import plan_loras
 from ._marks import encoders_mark, vae_mark
@@ -24,7 +24,7 @@ from ._ports import CapturePort, PhaseDone, Port, Records, ReplayPort, RunPort
 from ._preview import Previewer
 from ._records import Embeds, Latents
 from ._roles import Role, models, role_of
-from ._scope import Phase, open_phase
+from ._scope import OpenPhase, Phase
 
 SEED_LIMIT = 2**64
 
@@ -50,9 +50,9 @@ def denoise(
     source = handle.source()
     _check_seed(seed)
     _check_embeds(handle, source, embeds)
-    call = {**handle.model_defaults, **from_plain(embeds.call, torch.device("cpu")), **pipeline_kwargs}
+    call = {**model_defaults(source), **from_plain(embeds.call, torch.device("cpu")), **pipeline_kwargs}
     call = one_negative_each(call)
-    check_call(handle.pipeline_cls, call)
+    check_call(pipeline_class(source), call)
     try:
         return _run(handle, source, embeds.records, call, seed, session)
     except RecordMissing as missing:
@@ -60,7 +60,7 @@ def denoise(
             raise MissingRecordError(_missing_sentence(embeds, call, missing.component)) from None
         component = missing.component
     known = dict(embeds.records) if component else {}  # a record that lacks a part must be made again whole
-    again = run_encode(handle, call, call, session, known)
+    again = run_encode(handle, source, call, call, session, known)
     note = f"{component or 'Every encoder'} was run again for Denoise."
     try:
         return _run(handle, source, again.records, call, seed, session, note)
@@ -71,9 +71,10 @@ def denoise(
 def check_denoise(handle: Handle, *, seed: int = 0, **pipeline_kwargs: Any) -> None:
     """Raises the InputError that `denoise` would raise for these arguments, before anything is encoded or loaded."""
     _check_seed(seed)
-    call = {**handle.model_defaults, **pipeline_kwargs}
-    check_call(handle.pipeline_cls, call)
-    with open_phase(handle, name="check") as phase:
+    source = handle.source()
+    call = {**model_defaults(source), **pipeline_kwargs}
+    check_call(pipeline_class(source), call)
+    with OpenPhase(handle, source, "check", Session()) as phase:
         _check_size(phase.pipeline, call)
         if not any(hasattr(phase.pipeline, name) for name in ("image_processor", "video_processor")):
             raise InputError(f"{handle.pipeline} makes neither pictures nor videos, so it can't run in phases yet.")
@@ -92,7 +93,7 @@ def _run(
     records = Records(records_of)
     ports: dict[str, Port] = {name: _port(role_of(part), name, records, device) for name, part in models(source)}
     owned = {name for name, port in ports.items() if isinstance(port, RunPort)}
-    with open_phase(handle, *owned, name="denoise", session=session, ports=ports) as phase:
+    with OpenPhase(handle, source, "denoise", session, ports, owned) as phase:
         if note:
             phase.notes.append(note)
         plan_loras(phase, owned)

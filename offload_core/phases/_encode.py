@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from ..errors import InputError
+from ..model_source import ModelSource, pipeline_class
 from ..session import Session
-from ._handle import Handle
+from ._handle import Handle, model_defaults
 from ._loras import plan_loras
 from ._marks import encoders_mark
 from ._pipeline import call_parameters, check_call
@@ -17,7 +18,7 @@ from ._plain import from_plain
 from ._ports import EncodeOnlyPort, PhaseDone, Port, RecordingPort, Records, RunPort, StopPort
 from ._records import Embeds, plain_call
 from ._roles import Role, models, role_of
-from ._scope import Phase, open_phase
+from ._scope import OpenPhase, Phase
 
 # Raised above 1 while encoding, so that the negative prompt is always encoded and Denoise may choose any guidance.
 GUIDANCE_ARGUMENTS = ("guidance_scale", "true_cfg_scale")
@@ -40,14 +41,15 @@ def encode(
     Raises InputError for arguments the pipeline doesn't take, ModelError for files that changed,
     InsufficientMemoryError.
     """
-    call = encode_call(handle, prompt, negative_prompt, pipeline_kwargs)
-    run = force_guidance(handle, one_negative_each({**handle.model_defaults, **call}))
-    return run_encode(handle, run, call, session or Session(), {})
+    source = handle.source()
+    call = encode_call(source, prompt, negative_prompt, pipeline_kwargs)
+    run = force_guidance(source, one_negative_each({**model_defaults(source), **call}))
+    return run_encode(handle, source, run, call, session or Session(), {})
 
 
-def encode_call(handle: Handle, prompt: Any, negative_prompt: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+def encode_call(source: ModelSource, prompt: Any, negative_prompt: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of the pipeline's call that the caller gives, checked."""
-    cls = handle.pipeline_cls
+    cls: Any = pipeline_class(source)
     known = call_parameters(cls)
     call = dict(kwargs)
     for name, text in (("prompt", prompt), ("negative_prompt", negative_prompt)):
@@ -77,15 +79,19 @@ def one_negative_each(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def run_encode(
-    handle: Handle, run: dict[str, Any], call: dict[str, Any], session: Session, known: dict[str, Any]
+    handle: Handle,
+    source: ModelSource,
+    run: dict[str, Any],
+    call: dict[str, Any],
+    session: Session,
+    known: dict[str, Any],
 ) -> Embeds:
     """Runs the phase with the arguments `run`; `call` is kept for Denoise, `known` needn't be encoded again."""
     kept, run = plain_call(call), from_plain(plain_call(run), torch.device("cpu"))  # pipelines write into their lists
-    source = handle.source()
     records, device = Records(known), handle.device_here()
     ports: dict[str, Port] = {name: _port(role_of(part), name, records, device) for name, part in models(source)}
     owned = {name for name, port in ports.items() if not isinstance(port, StopPort)}
-    with open_phase(handle, *owned, name="encode", session=session, ports=ports) as phase:
+    with OpenPhase(handle, source, "encode", session, ports, owned) as phase:
         plan_loras(phase, owned)
         with contextlib.suppress(PhaseDone), friendly_errors():
             phase.pipeline(**run, generator=torch.Generator("cpu").manual_seed(0))
@@ -103,9 +109,9 @@ def _port(role: Role, name: str, records: Records, device: torch.device) -> Port
     return RunPort() if role is Role.HEAD else StopPort()
 
 
-def force_guidance(handle: Handle, call: dict[str, Any]) -> dict[str, Any]:
+def force_guidance(source: ModelSource, call: dict[str, Any]) -> dict[str, Any]:
     forced = dict(call)
-    for name, parameter in call_parameters(handle.pipeline_cls).items():
+    for name, parameter in call_parameters(pipeline_class(source)).items():
         if name in GUIDANCE_ARGUMENTS:
             value = call.get(name, parameter.default)
             if isinstance(value, int | float) and value <= 1:

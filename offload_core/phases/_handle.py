@@ -50,21 +50,12 @@ class Handle:
         return wanted or (stored if stored.itemsize >= 2 else torch.bfloat16)
 
     @property
-    def pipeline_cls(self) -> Any:
-        return pipeline_class(self.source())
-
-    @property
     def defaults(self) -> Mapping[str, Any]:
-        """Defaults of the pipeline's call, overlaid by the model's own (phase_offload.json)."""
-        signature = call_parameters(self.pipeline_cls)
+        """Defaults of the pipeline's call, overlaid by the model's own."""
+        source = self.source()
+        signature = call_parameters(pipeline_class(source))
         own = {name: p.default for name, p in signature.items() if p.default is not p.empty}
-        return {**own, **self.model_defaults}
-
-    @property
-    def model_defaults(self) -> Mapping[str, Any]:
-        """Arguments that the model's folder sets (phase_offload.json), of those its pipeline takes."""
-        signature = call_parameters(self.pipeline_cls)
-        return {name: value for name, value in self.source().defaults.items() if name in signature}
+        return {**own, **model_defaults(source)}
 
     @property
     def guidance_name(self) -> str | None:
@@ -73,18 +64,26 @@ class Handle:
         `guidance_scale` for a denoiser that was distilled to take it as an input (FLUX.1-dev), else true CFG where the
         pipeline has it (Qwen-Image), else `guidance_scale`.
         """
-        embedded = any((part.config or {}).get("guidance_embeds") for part in self.source().components.values())
+        source = self.source()
+        embedded = any((part.config or {}).get("guidance_embeds") for part in source.components.values())
         names = ("true_cfg_scale", "guidance_scale")
-        return self._first_argument(*(reversed(names) if embedded else names))
+        return _first_argument(source, *(reversed(names) if embedded else names))
 
     @property
     def images_name(self) -> str | None:
         """The argument that sets how many pictures or videos one prompt gives."""
-        return self._first_argument("num_images_per_prompt", "num_videos_per_prompt")
+        return _first_argument(self.source(), "num_images_per_prompt", "num_videos_per_prompt")
 
-    def _first_argument(self, *names: str) -> str | None:
-        signature = call_parameters(self.pipeline_cls)
-        return next((name for name in names if name in signature), None)
+
+def model_defaults(source: ModelSource) -> dict[str, Any]:
+    """Arguments that the model's folder sets (phase_offload.json), of those its pipeline takes."""
+    signature = call_parameters(pipeline_class(source))
+    return {name: value for name, value in source.defaults.items() if name in signature}
+
+
+def _first_argument(source: ModelSource, *names: str) -> str | None:
+    signature = call_parameters(pipeline_class(source))
+    return next((name for name in names if name in signature), None)
 
 
 def load(

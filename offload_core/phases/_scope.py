@@ -14,6 +14,7 @@ import torch
 from .._report_table import human_bytes
 from ..devices import HostPeak, empty_cache, is_out_of_memory, peak_bytes, reset_peak
 from ..errors import InputError, InsufficientMemoryError
+from ..model_source import ModelSource
 from ..report import PhaseReport
 from ..session import Progress, Session
 from ._components import Component, Usage
@@ -25,8 +26,8 @@ from ._ports import EncodeOnlyPort, Port, RunPort
 class Phase:
     """An open phase: `pipeline` with `modules` of which the owned ones load on first use, the others stay cold."""
 
-    def __init__(self, name: str, handle: Handle, session: Session) -> None:
-        self.name, self.handle, self.session = name, handle, session
+    def __init__(self, name: str, handle: Handle, source: ModelSource, session: Session) -> None:
+        self.name, self.handle, self.source, self.session = name, handle, source, session
         self.device = handle.device_here()
         self.usage = Usage()
         self.notes: list[str] = []
@@ -42,15 +43,14 @@ class Phase:
         return {name: component.module for name, component in self.components.items()}
 
     def build(self, ports: dict[str, Port], owned: set[str]) -> None:
-        source = self.handle.source()
-        for name, part in source.components.items():
+        for name, part in self.source.components.items():
             if part.has_weights:
                 component = Component(part, self.handle.dtype_of(part), self.device, self.usage, self._poll)
                 component.use(ports.get(name, RunPort()), owned=name in owned)
                 self.components[name] = component
                 if name in owned and not isinstance(component.gate.port, EncodeOnlyPort):
                     self._to_load += component.run_bytes
-        self.pipeline = build_pipeline(source, self.modules, self.device, self._step)
+        self.pipeline = build_pipeline(self.source, self.modules, self.device, self._step)
 
     def _poll(self, arrived: int) -> None:
         self.session.observer.check_interrupt()
@@ -93,7 +93,6 @@ def open_phase(
     *components: str,
     name: str = "phase",
     session: Session | None = None,
-    ports: dict[str, Port] | None = None,
 ) -> OpenPhase:
     """Makes `components` of the model usable by any of their methods; everything else of the pipeline is cold.
 
@@ -104,18 +103,30 @@ def open_phase(
     Raises InputError for a component that the model doesn't have, InsufficientMemoryError when memory ran out,
     ColdWeightError (from whoever does it) when a cold weight is touched.
     """
-    there = handle.source().components
-    unknown = [part for part in components if part not in there]
+    source = handle.source()
+    unknown = [part for part in components if part not in source.components]
     if unknown:
-        raise InputError(f"The model has no component {unknown[0]!r}; it has {', '.join(there)}.")
-    return OpenPhase(Phase(name, handle, session or Session()), ports or {}, set(components))
+        raise InputError(f"The model has no component {unknown[0]!r}; it has {', '.join(source.components)}.")
+    return OpenPhase(handle, source, name, session or Session(), owned=set(components))
 
 
 class OpenPhase(contextlib.AbstractContextManager[Phase]):
-    """The scope of a phase. Not a generator: contextlib puts a failed body's traceback back, with all its tensors."""
+    """The scope of a phase, over files checked by the caller. `ports` decide what a call of each component does.
 
-    def __init__(self, phase: Phase, ports: dict[str, Port], owned: set[str]) -> None:
-        self.phase, self.ports, self.owned = phase, ports, owned
+    Not a generator: contextlib puts a failed body's traceback back, with all its tensors.
+    """
+
+    def __init__(
+        self,
+        handle: Handle,
+        source: ModelSource,
+        name: str,
+        session: Session,
+        ports: dict[str, Port] | None = None,
+        owned: set[str] | None = None,
+    ) -> None:
+        self.phase = Phase(name, handle, source, session)
+        self.ports, self.owned = ports or {}, owned or set()
 
     def __enter__(self) -> Phase:
         phase = self.phase
