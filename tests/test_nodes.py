@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -171,14 +172,17 @@ def test_defaults_are_left_to_the_model(runner: GraphRunner, monkeypatch: pytest
     assert set(seen) == {"seed", "session"}
 
 
-def test_an_empty_negative_prompt_is_the_models_own(
-    runner: GraphRunner, monkeypatch: pytest.MonkeyPatch, models: Path
+@pytest.mark.parametrize(("guidance", "empty"), [("guidance_scale", None), ("true_cfg_scale", "")])
+def test_an_empty_negative_prompt_is_the_models_own_unless_guidance_needs_one(
+    runner: GraphRunner, monkeypatch: pytest.MonkeyPatch, guidance: str, empty: str | None
 ) -> None:
+    # True CFG silently does nothing without a negative prompt, however high the guidance.
     seen = []
+    model = SimpleNamespace(guidance_name=guidance)
     monkeypatch.setitem(vars(offload_core), "encode", lambda *a, **k: seen.append(k["negative_prompt"]))
-    for text in ("", " \n", "blurry"):
-        call(runner, "PhaseOffloadEncodePrompt", model=None, prompt="x", negative_prompt=text)
-    assert seen == [None, None, "blurry"]
+    for text in ("", " ", "blurry"):
+        call(runner, "PhaseOffloadEncodePrompt", model=model, prompt="x", negative_prompt=text)
+    assert seen == [empty, " ", "blurry"]
 
 
 # LATENT
