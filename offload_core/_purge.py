@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
-import sys
 from dataclasses import dataclass
 
 import torch
 
-from .devices import empty_cache, reserved_bytes, resident_bytes, resolve_device
+from .devices import empty_cache, reserved_bytes, resident_bytes, resolve_device, trim_heap
 
 
 @dataclass(frozen=True)
@@ -35,7 +33,7 @@ def purge(device: str | torch.device = "auto") -> PurgeReport:
     gc.collect()
     empty_cache(where)
     _empty_pinned_cache()
-    _trim_heap()
+    trim_heap()
     return PurgeReport(
         str(where), max(0, device_before - reserved_bytes(where)), max(0, host_before - resident_bytes())
     )
@@ -49,10 +47,3 @@ def _empty_pinned_cache() -> None:
             with contextlib.suppress(RuntimeError):
                 function()
                 return
-
-
-def _trim_heap() -> None:
-    """Asks the C library to return freed pages to the system, where it can (glibc)."""
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL("libc.so.6").malloc_trim(0)

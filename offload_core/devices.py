@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -98,6 +101,13 @@ def _module_call(device: torch.device, name: str) -> Any:
     if function is None:
         return None
     return function() if name == "empty_cache" else function(device)
+
+
+def trim_heap() -> None:
+    """Asks the C library to return freed pages to the system, where it can (glibc keeps them otherwise)."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 class HostPeak:

@@ -231,7 +231,8 @@ def test_errors_and_interrupts_pass_through_as_they_are(
 ) -> None:
     fake_engine.install(monkeypatch).fails["encode"] = error
     with pytest.raises(type(error)) as caught:
-        classes(state)["PhaseOffloadEncodePrompt"].execute(model=None, prompt="x", negative_prompt="")
+        model = fake_engine.Handle("m", "cpu", "auto")
+        classes(state)["PhaseOffloadEncodePrompt"].execute(model=model, prompt="x", negative_prompt="")
     assert caught.value is error
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from .._report_table import human_bytes
-from ..devices import HostPeak, empty_cache, is_out_of_memory, peak_bytes, reset_peak
+from ..devices import HostPeak, empty_cache, is_out_of_memory, peak_bytes, reset_peak, trim_heap
 from ..errors import InputError, InsufficientMemoryError
 from ..model_source import ModelSource
 from ..report import PhaseReport
@@ -80,6 +80,7 @@ class Phase:
             self.pipeline.__dict__.clear()
         self.pipeline = self.on_step = None
         empty_cache(self.device)
+        trim_heap()
         return sum(nbytes for storage, nbytes in self._given_back if storage() is not None)
 
     def give_back(self, components: Iterable[Component]) -> None:
