@@ -424,7 +424,8 @@ def test_out_of_memory_makes_the_host_make_room(
 
     monkeypatch.setitem(vars(offload_core), "encode", full)
     with pytest.raises(OffloadError, match="too big"):
-        call(runner, "PhaseOffloadEncodePrompt", model=None, prompt="x", negative_prompt="")
+        model = SimpleNamespace(guidance_name=None)
+        call(runner, "PhaseOffloadEncodePrompt", model=model, prompt="x", negative_prompt="")
     assert rooms == [1]
 
 
