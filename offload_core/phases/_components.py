@@ -140,7 +140,7 @@ def _skeleton(source: ComponentSource, dtype: torch.dtype, device: torch.device)
     cls = component_class(source)
     rng = torch.get_rng_state()
     try:
-        with _BUILDING, torch.inference_mode(False), init_empty_weights(include_buffers=False), quiet_libraries():
+        with _BUILDING, torch.inference_mode(False), init_empty_weights(include_buffers=False), without_progress_bars():
             module = _from_config(cls, source)
     finally:
         torch.set_rng_state(rng)
@@ -181,7 +181,7 @@ def _from_files(source: ComponentSource, dtype: torch.dtype) -> nn.Module:
     options: dict[str, Any] = {"dtype": dtype, "use_safetensors": True, "local_files_only": True}
     if source.variant:
         options["variant"] = source.variant
-    with _BUILDING, quiet_libraries():
+    with _BUILDING, without_progress_bars():
         module: nn.Module = cls.from_pretrained(str(source.directory), **options)
     return module.eval()
 
@@ -235,7 +235,7 @@ def _storages(module: nn.Module) -> list[torch.UntypedStorage]:
 
 
 @contextlib.contextmanager
-def quiet_libraries() -> Iterator[None]:
+def without_progress_bars() -> Iterator[None]:
     """Keeps the loaders' own progress bars off the terminal and restores the setting."""
     from diffusers.utils import logging as diffusers_logging
     from transformers.utils import logging as transformers_logging

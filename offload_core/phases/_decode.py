@@ -1,4 +1,4 @@
-"""Decode: the real VAE on exactly the arguments the pipeline gave it, then the pipeline's own post-processing."""
+"""Decode: the real VAE on exactly the arguments the pipeline gave it, then the pipeline's processors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from ._handle import Handle
 from ._layout import Layout
 from ._marks import vae_mark
 from ._plain import Plain, from_plain, to_plain
-from ._ports import Port, RunPort
 from ._records import Latents
 from ._roles import Role, models, role_of
 from ._scope import OpenPhase, Phase
@@ -55,9 +54,8 @@ def decode(
         raise InputError(f"tiling is {tiling!r}; use auto, on or off.")
     source = handle.source()
     _check_latents(handle, source, latents)
-    ports: dict[str, Port] = {name: RunPort() for name, _ in models(source)}
     owned = {latents.component} | {name for name, part in models(source) if role_of(part) is Role.TAIL}
-    with OpenPhase(handle, source, "decode", session or Session(), ports, owned) as phase:
+    with OpenPhase(handle, source, "decode", session or Session(), owned=owned) as phase:
         component = phase.components[latents.component]
         component.skip = ENCODER_HALF
         # What the pipeline did to its VAE before decoding: an SDXL VAE in float16 is upcast.
@@ -108,7 +106,7 @@ def _check_latents(handle: Handle, source: ModelSource, latents: Any) -> None:
     if latents.vae != vae_mark(source.components[latents.component]):
         raise RecordError(
             f"The latents' field vae doesn't match: {latents.pipeline} made them for a VAE with another configuration. "
-            f"Decode them with the model that made them."
+            "Decode them with the model that made them."
         )
 
 
@@ -135,9 +133,13 @@ def _decode(phase: Phase, vae: Any, latents: Latents, tiling: str) -> torch.Tens
             error.__traceback__ = None
         empty_cache(phase.device)
     raise InsufficientMemoryError(
-        f"Decode ran out of memory on {phase.device}, in tiles too ({reason.splitlines()[0]}). The latents are kept: "
-        "decode fewer at once, or with device=cpu."
+        f"Decode ran out of memory on {phase.device}{_in_tiles(pixels)} ({reason.splitlines()[0]}). The latents are "
+        f"kept: decode fewer at once, {'with tiling, ' if tiling == 'off' else ''}or with device=cpu."
     )
+
+
+def _in_tiles(pixels: int | None) -> str:
+    return f", in tiles of {pixels} pixels too" if pixels else ""
 
 
 def _sample_of(output: Any) -> torch.Tensor:
@@ -146,7 +148,7 @@ def _sample_of(output: Any) -> torch.Tensor:
 
 
 def _finish(phase: Phase, picture: torch.Tensor, latents: Latents, output_type: str) -> Any:
-    """The pipeline's post-processing of what its VAE decoded, on the CPU."""
+    """What the pipeline does to what its VAE decoded: size, watermark, safety checker, its processor; on the CPU."""
     pipeline = phase.pipeline
     video = getattr(pipeline, "video_processor", None)
     if picture.ndim == 5 and video is not None:

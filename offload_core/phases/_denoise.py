@@ -100,11 +100,10 @@ def _run(
         _one_expert_at_a_time(phase, owned)
         _check_size(phase.pipeline, call)
         preview = Previewer(phase, source, call)
-        result: Any = None
         with contextlib.suppress(PhaseDone), friendly_errors():
             generator = torch.Generator("cpu").manual_seed(seed)
-            result = phase.pipeline(**call, **preview.arguments(), generator=generator)
-        return _collect(handle, source, phase, ports, call, seed, result)
+            phase.pipeline(**call, **preview.arguments(), generator=generator)
+        return _collect(handle, source, phase, ports, call, seed)
 
 
 def _port(role: Role, name: str, records: Records, device: torch.device) -> Port:
@@ -120,7 +119,6 @@ def _collect(
     ports: dict[str, Port],
     call: dict[str, Any],
     seed: int,
-    result: Any,
 ) -> Latents:
     captures = [port for port in ports.values() if isinstance(port, CapturePort)]
     used = next((port for port in captures if port.captured is not None), None)
