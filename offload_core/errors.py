@@ -33,6 +33,14 @@ class InsufficientMemoryError(OffloadError):
     exit_code = 3
 
 
+class BudgetError(InsufficientMemoryError):
+    """A memory budget is too small for what it has to hold. The message names the smallest that can work."""
+
+
+class ManagedModuleError(OffloadError):
+    """Something was done to a module or weight under offload that would lose data or load everything."""
+
+
 class ColdWeightError(OffloadError):
     """A weight was touched while its component is not loaded: outside its phase, or in a phase that doesn't own it."""
 
