@@ -1,0 +1,91 @@
+"""Who holds how many bytes of which memory: every byte of a weight is reserved here before it is allocated."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from typing import Literal
+
+from ._report_table import human_bytes
+from .errors import BudgetError
+
+Tier = Literal["device", "host"]
+
+
+class Reservation:
+    """Bytes granted by a ledger, until `release` (which may be called twice)."""
+
+    __slots__ = ("_ledger", "kind", "nbytes", "tier")
+
+    def __init__(self, ledger: Ledger, tier: Tier, kind: str, nbytes: int) -> None:
+        self._ledger: Ledger | None = ledger
+        self.tier, self.kind, self.nbytes = tier, kind, nbytes
+
+    def release(self) -> None:
+        ledger, self._ledger = self._ledger, None
+        if ledger is not None:
+            ledger._give_back(self)
+
+
+class Ledger:
+    """Budgets of two tiers in bytes, "device" and "host", and what is reserved of them.
+
+    `shared`: the execution device is the CPU, so that device bytes are host bytes too and count in both tiers.
+    """
+
+    def __init__(self, *, device: int, host: int, shared: bool = False) -> None:
+        self.limits: dict[Tier, int] = {"device": device, "host": host}
+        self.shared = shared
+        self._lock = threading.Lock()
+        self._used: dict[Tier, Counter[str]] = {"device": Counter(), "host": Counter()}
+        self._peak: dict[Tier, int] = {"device": 0, "host": 0}
+
+    def reserve(self, tier: Tier, kind: str, nbytes: int, what: str = "") -> Reservation:
+        """Grants `nbytes` of `tier` under the heading `kind` ("resident", "ring", "staging", "private", ...).
+
+        Raises BudgetError, and books nothing, if that would pass the tier's limit. `what` names the weight.
+        """
+        if nbytes < 0:
+            raise ValueError(f"{nbytes} bytes can't be reserved")
+        with self._lock:
+            for each in self._tiers(tier):
+                used = self._used[each].total()
+                if used + nbytes > self.limits[each]:
+                    raise self._refusal(each, kind, nbytes, what, used)
+            for each in self._tiers(tier):
+                self._used[each][kind] += nbytes
+                self._peak[each] = max(self._peak[each], self._used[each].total())
+        return Reservation(self, tier, kind, nbytes)
+
+    def used(self, tier: Tier) -> int:
+        with self._lock:
+            return self._used[tier].total()
+
+    def free(self, tier: Tier) -> int:
+        """Bytes that a reservation of `tier` could get now."""
+        with self._lock:
+            return min(self.limits[each] - self._used[each].total() for each in self._tiers(tier))
+
+    def peak(self, tier: Tier) -> int:
+        with self._lock:
+            return self._peak[tier]
+
+    def by_kind(self, tier: Tier) -> dict[str, int]:
+        with self._lock:
+            return {kind: nbytes for kind, nbytes in self._used[tier].items() if nbytes}
+
+    def _tiers(self, tier: Tier) -> tuple[Tier, ...]:
+        return ("device", "host") if self.shared and tier == "device" else (tier,)
+
+    def _give_back(self, reservation: Reservation) -> None:
+        with self._lock:
+            for each in self._tiers(reservation.tier):
+                self._used[each][reservation.kind] -= reservation.nbytes
+
+    def _refusal(self, tier: Tier, kind: str, nbytes: int, what: str, used: int) -> BudgetError:
+        purpose = f"{kind} memory for {what}" if what else f"{kind} memory"
+        limit = self.limits[tier]
+        return BudgetError(
+            f"{human_bytes(nbytes)} of {purpose} don't fit the {tier} budget of {human_bytes(limit)}, of which "
+            f"{human_bytes(used)} are in use. Set {tier}_memory to at least {human_bytes(used + nbytes)}."
+        )
