@@ -18,7 +18,16 @@ a process of their own::
         assert run_on_vgpu(peak_of_a_copy, 1000) == 4000
 
 `install()` returns the extension module: set_cap(bytes or None), cap, current, peak, reset_peak, ooms, pinned_bytes,
-set_poison(bool), set_lazy(bool), lazy_counts, counters, log_ops(bool), op_log.
+set_poison(bool), set_lazy(bool), lazy_counts, counters, log_ops(bool), op_log, and what stands here as functions.
+
+Two switches find mistakes with streams. `set_lazy(True)` makes non-blocking copies between pinned and device memory on
+a side stream late: until something waits for them their target reads as NaN. `set_race_check(True)` refuses an access
+to memory that no event, synchronize or blocking copy orders after the accesses before it, whatever the timing was.
+Memory that was freed and is reused on its stream keeps its past, as with a caching allocator.
+
+Not seen: hand-overs between threads (what one thread waited for counts for all), what the CPU does to pinned memory
+(late copies show that as wrong data), an allocation that was freed and replaced before a storage over a bare pointer
+into it was used for the first time.
 """
 
 from __future__ import annotations
@@ -37,6 +46,7 @@ from typing import Any
 import torch
 
 SOURCE = Path(__file__).parent / "vgpu.cpp"
+HEADER = Path(__file__).parent / "race.h"
 #: Releases of torch whose C++ interfaces the source is known to fit.
 TESTED_TORCH = ("2.13",)
 
@@ -68,9 +78,33 @@ def install() -> Any:
     return _installed
 
 
+def set_race_check(on: bool) -> None:
+    """Has every access to device and pinned memory checked from now on; an unordered one raises RuntimeError."""
+    install().set_race_check(on)
+
+
+def races() -> list[str]:
+    """What was refused since the check was last switched on: the text of each, with both accesses."""
+    return install().races()
+
+
+def fail_at(kind: str | None, k: int) -> None:
+    """Makes the k-th operation of a kind from now on fail, once; `fail_at(None, 0)` calls it off.
+
+    "alloc" (device memory) raises torch.OutOfMemoryError, "copy" (to, from or on the device) and "pin" (pinned host
+    memory) raise RuntimeError. ValueError: another kind, or k below 1.
+    """
+    install().fail_at(kind, k)
+
+
+def operation_counts() -> dict[str, int]:
+    """How many operations of each kind that `fail_at` knows were asked for in this process, failed ones too."""
+    return install().operation_counts()
+
+
 def _library() -> Path:
     """Where the built library is kept, by a hash of all it depends on."""
-    identity = SOURCE.read_bytes() + f"{torch.__version__} {sys.version}".encode()
+    identity = SOURCE.read_bytes() + HEADER.read_bytes() + f"{torch.__version__} {sys.version}".encode()
     cache = os.environ.get("VGPU_CACHE") or Path.home() / ".cache" / "phase-offload-vgpu"
     return Path(cache) / hashlib.sha256(identity).hexdigest()[:12] / "vgpu_ext.so"
 
@@ -124,6 +158,7 @@ def _device_module(ext: Any) -> types.ModuleType:
     module.memory_allocated = module.memory_reserved = lambda device=None: ext.current()
     module.max_memory_allocated = module.max_memory_reserved = lambda device=None: ext.peak()
     module.reset_peak_memory_stats = lambda device=None: ext.reset_peak()
+    module.memory_stats = lambda device=None: accelerator.memory_stats()
     module.mem_get_info = lambda device=None: accelerator.get_memory_info()
     module.OutOfMemoryError = torch.OutOfMemoryError
     module.Stream = lambda device="vgpu", priority=0: torch.Stream(device="vgpu", priority=priority)
