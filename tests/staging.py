@@ -12,6 +12,7 @@ from diffusers import DiffusionPipeline
 
 import offload_core as po
 from tiny_models import FAMILIES, save_tiny
+from tiny_models.running import align
 
 # The families that the phases promise; the others of the table are run once each, too.
 PROMISED = (
@@ -67,6 +68,7 @@ def one_shot(
     ran: dict[str, int] = {}
     for name, component in pipeline.components.items():
         if isinstance(component, torch.nn.Module):
+            align(component)
             component.register_forward_pre_hook(lambda *_, name=name: ran.update({name: ran.get(name, 0) + 1}))
     output_type = call.pop("output_type", "pt")
     result = pipeline(**call, output_type=output_type, generator=torch.Generator("cpu").manual_seed(seed))[0]

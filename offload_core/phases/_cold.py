@@ -1,7 +1,7 @@
-"""Cold weights: shape, dtype and device of a weight, no memory, and an error by name for whoever touches one.
+"""Modules without their weights, and whatever else must be forgotten so that a module holds no memory.
 
 A meta tensor is no safe stand-in: on CPU `linear`, `conv2d` and `matmul` with a meta weight return uninitialised memory
-without an error, and a shape-(1,) placeholder broadcasts. A cold weight can't be computed with at all.
+without an error, and a shape-(1,) placeholder broadcasts. A cold StreamedWeight can't be computed with at all.
 """
 
 from __future__ import annotations
@@ -12,62 +12,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import ColdWeightError
-
-_METADATA_ONLY = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
+from ..streaming import Layout, StreamedWeight, cold_weight
 
 
-class ColdWeight(torch.Tensor):
-    """A weight whose bytes aren't here. Any operator that needs them raises ColdWeightError with the weight's name."""
-
-    _name: str
-
-    @staticmethod
-    def __new__(cls, shape: torch.Size, dtype: torch.dtype, device: torch.device, name: str) -> ColdWeight:
-        weight: ColdWeight = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
-        weight._name = name
-        return weight
-
-    @classmethod
-    def like(cls, real: torch.Tensor, name: str, device: torch.device, dtype: torch.dtype | None = None) -> ColdWeight:
-        """A cold twin of `real`; `dtype` replaces a floating dtype only."""
-        return cls(real.shape, dtype if dtype is not None and real.is_floating_point() else real.dtype, device, name)
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        cold = _first_cold([*args, *(kwargs or {}).values()])
-        if func in _METADATA_ONLY and cold is args[0]:
-            return ColdWeight(cold.shape, cold.dtype, cold.device, cold._name)
-        raise cold.error()
-
-    def error(self) -> ColdWeightError:
-        return ColdWeightError(
-            f"The weight {self._name} was used while its component isn't loaded. "
-            "Use the component inside the phase that owns it (open_phase)."
-        )
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"ColdWeight({self._name}, shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise self.error()
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        raise self.error()
-
-    def data_ptr(self) -> int:
-        raise self.error()
-
-
-def _first_cold(values: list[Any]) -> ColdWeight:
-    for value in values:
-        if isinstance(value, ColdWeight):
-            return value
-        if isinstance(value, list | tuple):
-            for item in value:
-                if isinstance(item, ColdWeight):
-                    return item
-    raise ColdWeightError("A weight was used while its component isn't loaded.")
+def cold_like(real: torch.Tensor, name: str, device: torch.device, dtype: torch.dtype | None = None) -> StreamedWeight:
+    """A cold twin of `real`; `dtype` replaces a floating dtype only."""
+    kept = dtype if dtype is not None and real.is_floating_point() else real.dtype
+    stride = real.stride() if real.layout is torch.strided else torch.empty(real.shape, device="meta").stride()
+    return cold_weight(Layout(kept, real.shape, tuple(stride)), name, device)
 
 
 def make_cold(
@@ -78,12 +30,12 @@ def make_cold(
         for key, parameter in child._parameters.items():
             if parameter is not None:
                 name = ".".join(part for part in (prefix, path, key) if part)
-                cold = ColdWeight.like(parameter, name, device, dtype)
+                cold = cold_like(parameter, name, device, dtype)
                 child._parameters[key] = nn.Parameter(cold, requires_grad=False)
         for key, buffer in child._buffers.items() if buffers else ():
             if buffer is not None:
                 name = ".".join(part for part in (prefix, path, key) if part)
-                child._buffers[key] = ColdWeight.like(buffer, name, device)
+                child._buffers[key] = cold_like(buffer, name, device)
 
 
 def real_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
@@ -91,7 +43,7 @@ def real_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
     for child in module.modules():
         for value in vars(child).values():
             for tensor in _tensors_in(value):
-                if not isinstance(tensor, ColdWeight) and tensor.device.type != "meta":
+                if not isinstance(tensor, StreamedWeight) and tensor.device.type != "meta":
                     yield tensor
 
 

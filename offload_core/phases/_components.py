@@ -8,17 +8,16 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from .._report_table import human_bytes
 from ..checkpoint import read_header
-from ..devices import total_bytes
-from ..errors import InsufficientMemoryError
+from ..library_dtypes import parameter_dtypes, request_dtype
 from ..model_source import ComponentSource, component_class
-from ._cold import ColdWeight, forget_method_caches, make_cold, real_tensors, scrub_attributes
+from ..streaming import Managed, OffloadScope
+from ._cold import cold_like, forget_method_caches, make_cold, real_tensors, scrub_attributes
 from ._ports import Gate, Port, RecordingPort, attach_gate, watch_parts
 
 SMALL_STATE_BYTES = 2**20
@@ -33,29 +32,42 @@ class Usage:
 
     load_s: float = 0.0
     weight_bytes: int = 0
-    bytes_read: int = 0
+
+
+class Memory(Protocol):
+    """What a component needs of its phase: memory under a budget, and to be told of progress and interrupts."""
+
+    device: torch.device
+    usage: Usage
+
+    def poll(self, arrived: int) -> None: ...
+
+    def scope(self) -> OffloadScope: ...
+
+    def won_t_arrive(self, nbytes: int) -> None:
+        """These bytes of a component aren't loaded before it runs; they are streamed."""
 
 
 class Component:
     """One module of the pipeline: its real class and config, and its weights only between `load` and `release`."""
 
-    def __init__(
-        self,
-        source: ComponentSource,
-        dtype: torch.dtype,
-        device: torch.device,
-        usage: Usage,
-        poll: Callable[[int], None],
-    ) -> None:
-        self.source, self.dtype, self.device, self.usage, self.poll = source, dtype, device, usage, poll
-        self.module = _skeleton(source, dtype, device)
-        self.loaded = False
+    def __init__(self, source: ComponentSource, dtype: torch.dtype, memory: Memory) -> None:
+        self.source, self.dtype, self.memory = source, dtype, memory
+        self.module = _skeleton(source, dtype, memory.device)
+        self.dtypes = parameter_dtypes(self.module, source.library, names_of(self.module), dtype)
+        make_cold(self.module, source.name, memory.device, dtype, buffers=False)
+        _read_small_buffers(self.module, source, dtype, memory.device)
+        self.managed: Managed | None = None
         self.skip: tuple[str, ...] = ()
         self.recast: torch.dtype | None = None
         self.before_load: Callable[[], None] | None = None
         self.after_load: Callable[[nn.Module], None] | None = None
         self._cold_state: dict[str, Any] = {}
         self.gate: Gate
+
+    @property
+    def loaded(self) -> bool:
+        return self.managed is not None
 
     def use(self, port: Port, *, owned: bool) -> None:
         """Puts `port` before the component. An owned component is loaded when the port first runs it."""
@@ -64,50 +76,72 @@ class Component:
         attach_gate(self.module, self.gate)
 
     def load(self) -> None:
-        """Brings the weights in, from the file, in the phase's dtype, onto its device; nothing if they are here."""
+        """Makes the component usable, within the phase's budgets: weights that stay are read and cast now, the others
+        when they are needed. Nothing if it is loaded already.
+
+        Raises BudgetError, with the smallest budget that works, ModelError for files that changed.
+        """
         if self.loaded:
             return
         started = time.perf_counter()
         if self.before_load is not None:
             self.before_load()
-        self._check_room()
         with torch.inference_mode(False), torch.no_grad():
             real = _from_files(self.source, self.dtype)
-            try:
-                _leave_out(real, self.skip, self.source.name, self.device, self.recast)
-                _move(real, self.device, self.recast, self.poll)
-                if isinstance(self.gate.port, RecordingPort):
-                    watch_parts(real, self.gate)
-                _poll_each_block(real, self.poll)
-            except BaseException:
-                make_cold(real, self.source.name, self.device, buffers=True)
-                raise
+            _leave_out(real, self.skip, self.source.name, self.memory.device)
+            if isinstance(self.gate.port, RecordingPort):
+                watch_parts(real, self.gate)
+            _poll_each_block(real, self.memory.poll)
+            self._take_over(real)
+        self.memory.usage.load_s += time.perf_counter() - started
+        self.memory.usage.weight_bytes += self._loaded_bytes()
+
+    def _take_over(self, real: nn.Module) -> None:
         self._cold_state = dict(self.module.__dict__)
-        self.loaded = True
         self.module.__dict__.update(real.__dict__)
-        if self.after_load is not None:
-            self.after_load(self.module)
-        self.usage.load_s += time.perf_counter() - started
-        self.usage.weight_bytes += _weight_bytes(self.module)
-        self.usage.bytes_read += self.source.weight_bytes - self._bytes_left_out()
+        try:
+            self.managed = self.memory.scope().attach(
+                self.module,
+                name=self.source.name,
+                files=self.source.weight_files,
+                dtype_of=self._casts,
+                restore=False,
+                plain_if_whole=True,
+            )
+            if self.after_load is not None:
+                self.after_load(self.module)
+                self.managed.book_new(self.module)
+        except BaseException:
+            self._give_back()
+            raise
+        self.memory.won_t_arrive(self.run_bytes - self.managed.loaded_bytes)
+
+    def _casts(self, name: str, stored: torch.dtype) -> tuple[torch.dtype, ...]:
+        """As the loader casts, and then as the pipeline did to the component (an SDXL VAE in float16 is upcast)."""
+        dtype = self.dtypes.get(name, stored)
+        return (dtype, self.recast) if self.recast is not None else (dtype,)
 
     def release(self) -> list[tuple[weakref.ref[Any], int]]:
         """Takes the weights away from whoever holds the module; returns its storages, to see that they are gone."""
         if not self.loaded:
             return []
         held = [(weakref.ref(storage), storage.nbytes()) for storage in _storages(self.module)]
-        make_cold(self.module, self.source.name, self.device, buffers=True)
+        return held + self._give_back()
+
+    def _give_back(self) -> list[tuple[weakref.ref[Any], int]]:
+        managed, self.managed = self.managed, None
+        held = managed.release(restore=False) if managed is not None else []
+        make_cold(self.module, self.source.name, self.memory.device, buffers=True)
         scrub_attributes(self.module)
         forget_method_caches(self.module)
         self.module.__dict__.clear()
         self.module.__dict__.update(self._cold_state)
         self._cold_state = {}
-        self.loaded = False
         return held
 
     def empty(self) -> None:
         """Takes the small state of a cold component, too: libraries tie modules into cycles that outlive a phase."""
-        make_cold(self.module, self.source.name, self.device, buffers=True)
+        make_cold(self.module, self.source.name, self.memory.device, buffers=True)
 
     @property
     def run_bytes(self) -> int:
@@ -115,48 +149,48 @@ class Component:
         stored = getattr(torch, self.source.dtype or "float32").itemsize
         return self.source.weight_bytes * (self.recast or self.dtype).itemsize // stored
 
-    def _bytes_left_out(self) -> int:
-        starts = tuple(f"{part}." for part in self.skip)
-        headers = [read_header(file) for file in self.source.weight_files] if starts else []
-        return sum(t.nbytes for header in headers for name, t in header.tensors.items() if name.startswith(starts))
-
-    def _check_room(self) -> None:
-        there = total_bytes(self.device)
-        if there is not None and self.run_bytes > there:
-            raise InsufficientMemoryError(
-                f"{self.source.name} has {human_bytes(self.run_bytes)} of weights and {self.device} has "
-                f"{human_bytes(there)} of memory. Use a smaller or quantised model, or device=cpu."
-            )
+    def _loaded_bytes(self) -> int:
+        assert self.managed is not None
+        return self.managed.loaded_bytes + self.managed.plan.streamed_bytes + self.managed.plan.lookup_bytes
 
 
 def _skeleton(source: ComponentSource, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """The component without its weights: every attribute and buffer of the real class, parameters cold.
+    """The component as its loader makes it for `dtype`, with real buffers and no memory for parameters.
 
-    Buffers are real (a pipeline reads a VAE's statistics without loading the VAE); those that a file holds are read
-    from it, large ones are cold.
+    Some constructors make tensors in torch's default dtype, which the loaders set for the time they build.
     """
     from accelerate import init_empty_weights
 
     cls = component_class(source)
-    rng = torch.get_rng_state()
-    try:
-        with _BUILDING, torch.inference_mode(False), init_empty_weights(include_buffers=False), without_progress_bars():
-            module = _from_config(cls, source)
-    finally:
-        torch.set_rng_state(rng)
-    module.eval()
-    make_cold(module, source.name, device, dtype, buffers=False)
-    _read_small_buffers(module, source, dtype, device)
-    return module
+    rng, default = torch.get_rng_state(), torch.get_default_dtype()
+    with _BUILDING:
+        try:
+            torch.set_default_dtype(dtype)
+            with torch.inference_mode(False), init_empty_weights(include_buffers=False), without_progress_bars():
+                module = _from_config(cls, source, dtype)
+        finally:
+            torch.set_default_dtype(default)
+            torch.set_rng_state(rng)
+    return module.eval()
 
 
-def _from_config(cls: Any, source: ComponentSource) -> nn.Module:
+def _from_config(cls: Any, source: ComponentSource, dtype: torch.dtype) -> nn.Module:
     if source.library == "transformers" or not hasattr(cls, "from_config"):
-        return cls(cls.config_class.from_pretrained(str(source.directory), local_files_only=True))
+        config = cls.config_class.from_pretrained(str(source.directory), local_files_only=True)
+        request_dtype(config, dtype)
+        return cls(config)
     return cls.from_config(cls.load_config(str(source.directory), local_files_only=True))
 
 
+def names_of(module: nn.Module) -> list[str]:
+    """Names of all parameters and buffers, shared ones under each name."""
+    parameters = module.named_parameters(remove_duplicate=False)
+    return [name for name, _ in (*parameters, *module.named_buffers(remove_duplicate=False))]
+
+
 def _read_small_buffers(module: nn.Module, source: ComponentSource, dtype: torch.dtype, device: torch.device) -> None:
+    """Buffers are real: a pipeline reads a VAE's statistics without loading the VAE. Those that a file holds are read
+    from it, large ones are cold."""
     from safetensors import safe_open
 
     where = {name: file for file in source.weight_files for name in read_header(file).tensors}
@@ -167,18 +201,21 @@ def _read_small_buffers(module: nn.Module, source: ComponentSource, dtype: torch
             buffer = buffer.to(dtype) if buffer.dtype.is_floating_point else buffer.clone()
         owner, _, key = name.rpartition(".")
         small = buffer.nbytes <= SMALL_STATE_BYTES
-        cold = ColdWeight.like(buffer, f"{source.name}.{name}", device)
+        cold = cold_like(buffer, f"{source.name}.{name}", device)
         module.get_submodule(owner)._buffers[key] = buffer.to(device) if small else cold
 
 
 def _from_files(source: ComponentSource, dtype: torch.dtype) -> nn.Module:
-    """The library's own loader: in the file's dtype this maps the file and copies nothing.
+    """The library's own loader, in the file's dtype where it can be: then it maps the file and copies nothing.
 
     `requires_grad` stays as the library sets it: torch's matmul folds a batch into one product only for weights that
     require grad, and in float16 the two forms differ in their last bits.
     """
     cls: Any = component_class(source)
-    options: dict[str, Any] = {"dtype": dtype, "use_safetensors": True, "local_files_only": True}
+    stored = getattr(torch, source.dtype or "float32")
+    if not stored.is_floating_point or (stored.itemsize < 2 and source.library != "diffusers"):
+        stored = dtype  # transformers builds under the dtype, and torch has no 8-bit default dtype
+    options: dict[str, Any] = {"dtype": stored, "use_safetensors": True, "local_files_only": True}
     if source.variant:
         options["variant"] = source.variant
     with _BUILDING, without_progress_bars():
@@ -186,35 +223,11 @@ def _from_files(source: ComponentSource, dtype: torch.dtype) -> nn.Module:
     return module.eval()
 
 
-def _leave_out(
-    module: nn.Module, parts: tuple[str, ...], name: str, device: torch.device, dtype: torch.dtype | None
-) -> None:
+def _leave_out(module: nn.Module, parts: tuple[str, ...], name: str, device: torch.device) -> None:
     for part in parts:
         child = getattr(module, part, None)
         if isinstance(child, nn.Module):
-            make_cold(child, f"{name}.{part}", device, dtype, buffers=True)
-
-
-def _move(module: nn.Module, device: torch.device, dtype: torch.dtype | None, poll: Callable[[int], None]) -> None:
-    """Moves (and casts, if asked) each parameter and buffer once, so that ties survive; polls at each."""
-    moved: dict[int, Any] = {}
-    for child in module.modules():
-        for held in (child._parameters, child._buffers):
-            for key, tensor in held.items():
-                if tensor is None:
-                    continue
-                if id(tensor) not in moved:
-                    moved[id(tensor)] = _on_device(tensor, device, dtype)
-                    poll(tensor.nbytes)
-                held[key] = moved[id(tensor)]
-
-
-def _on_device(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | None) -> torch.Tensor:
-    dtype = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-    if isinstance(tensor, ColdWeight) or (tensor.device == device and tensor.dtype == dtype):
-        return tensor
-    there = tensor.detach().to(device, dtype)
-    return nn.Parameter(there, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else there
+            make_cold(child, f"{name}.{part}", device, buffers=True)
 
 
 def _poll_each_block(module: nn.Module, poll: Callable[[int], None]) -> None:
@@ -223,11 +236,6 @@ def _poll_each_block(module: nn.Module, poll: Callable[[int], None]) -> None:
         if isinstance(part, nn.ModuleList):
             for block in part:
                 block.register_forward_pre_hook(lambda *_: poll(0))
-
-
-def _weight_bytes(module: nn.Module) -> int:
-    unique = {(t.untyped_storage()._cdata, t.storage_offset(), t.shape): t.nbytes for t in real_tensors(module)}
-    return sum(unique.values())
 
 
 def _storages(module: nn.Module) -> list[torch.UntypedStorage]:

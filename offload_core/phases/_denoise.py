@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -98,6 +99,8 @@ def _run(
             phase.notes.append(note)
         plan_loras(phase, owned)
         _one_expert_at_a_time(phase, owned)
+        for name in owned:
+            phase.components[name].gate.after_oom = functools.partial(phase.make_room, phase.components[name])
         _check_size(phase.pipeline, call)
         preview = Previewer(phase, source, call)
         with contextlib.suppress(PhaseDone), friendly_errors():

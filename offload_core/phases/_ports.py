@@ -9,14 +9,17 @@ component itself, of its public methods (`encode`, `decode`, `generate`, ...) an
 from __future__ import annotations
 
 import functools
+import traceback
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
+from ..devices import is_out_of_memory
 from ..errors import ColdWeightError
-from ._cold import ColdWeight, make_cold
+from ..streaming import is_cold
+from ._cold import make_cold
 from ._plain import Plain, RecordMissing, from_plain, to_plain, tracked
 
 # Methods, other than forward, by which pipelines use a component's weights (scan of diffusers 0.42 pipelines).
@@ -152,6 +155,7 @@ class Gate:
     def __init__(self, port: Port, before_run: Callable[[], None] | None = None) -> None:
         self.port = port
         self.before_run = before_run
+        self.after_oom: Callable[[], bool] | None = None
         self.depth = 0
         self.forwards = 0
 
@@ -166,9 +170,22 @@ class Gate:
         self.forwards += 1
         self.depth += 1
         try:
-            return run(*args, **kwargs)
+            return self._run_or_retry(run, args, kwargs)
         finally:
             self.depth -= 1
+
+    def _run_or_retry(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Tries once more after the device ran out of memory, if `after_oom` made room: the same call, not the step."""
+        try:
+            return run(*args, **kwargs)
+        except (RuntimeError, MemoryError) as error:
+            if self.after_oom is None or not is_out_of_memory(error):
+                raise
+            traceback.clear_frames(error.__traceback__)  # they hold the activations of the failed forward
+            error.__traceback__ = None
+            if not self.after_oom():
+                raise
+        return run(*args, **kwargs)
 
 
 class _Gated:
@@ -182,7 +199,7 @@ class _Gated:
         """Honours a change of dtype of a component that isn't loaded; never loads or moves one."""
         device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
         first = next(self.parameters(), None)  # type: ignore[attr-defined]
-        if isinstance(first, ColdWeight):
+        if first is not None and is_cold(first):
             if dtype is not None:
                 make_cold(self, type(self).__name__, first.device, dtype, buffers=False)  # type: ignore[arg-type]
             return self

@@ -7,6 +7,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from ..errors import InputError, InsufficientMemoryError
 from ..model_source import ModelSource
 from ..report import PhaseReport
 from ..session import Progress, Session
+from ..streaming import OffloadScope
 from ._components import Component, Usage
 from ._handle import Handle
 from ._pipeline import build_pipeline
@@ -37,6 +39,14 @@ class Phase:
         self._to_load = 0
         self._arrived = 0
         self._given_back: list[tuple[weakref.ref[Any], int]] = []
+        self._scope: OffloadScope | None = None
+        self.traffic = StreamTraffic()
+
+    def scope(self) -> OffloadScope:
+        """The budget that all components of the phase share, from the first one that is loaded on."""
+        if self._scope is None:
+            self._scope = OffloadScope(self.handle.settings, self.device, poll=self.poll)
+        return self._scope
 
     @property
     def modules(self) -> dict[str, torch.nn.Module]:
@@ -45,19 +55,35 @@ class Phase:
     def build(self, ports: dict[str, Port], owned: set[str]) -> None:
         for name, part in self.source.components.items():
             if part.has_weights:
-                component = Component(part, self.handle.dtype_of(part), self.device, self.usage, self._poll)
+                component = Component(part, self.handle.dtype_of(part), self)
                 component.use(ports.get(name, RunPort()), owned=name in owned)
                 self.components[name] = component
                 if name in owned and not isinstance(component.gate.port, EncodeOnlyPort):
                     self._to_load += component.run_bytes
         self.pipeline = build_pipeline(self.source, self.modules, self.device, self._step)
 
-    def _poll(self, arrived: int) -> None:
+    def poll(self, arrived: int) -> None:
         self.session.observer.check_interrupt()
         if arrived:
             self._arrived += arrived
             self._to_load = max(self._to_load, self._arrived)
             self.session.observer.progress(Progress(self.name, "load", self._arrived, self._to_load, "bytes"))
+
+    def won_t_arrive(self, nbytes: int) -> None:
+        self._to_load = max(self._to_load - max(nbytes, 0), self._arrived)
+
+    def make_room(self, component: Component) -> bool:
+        """After the device ran out of memory: weights that were resident are streamed. False if there are none."""
+        if component.managed is None:
+            return False
+        gone = component.managed.stream_more()
+        empty_cache(self.device)
+        if gone:
+            self.notes.append(
+                f"{component.source.name} ran out of memory on {self.device}; {human_bytes(gone)} of its weights were "
+                "streamed from then on, and the forward was repeated."
+            )
+        return gone > 0
 
     def _step(self, done: int, total: int) -> None:
         if self.on_step is not None:
@@ -72,16 +98,25 @@ class Phase:
     def close(self) -> int:
         """Gives everything back. Returns the bytes of storages that something outside still holds."""
         with contextlib.ExitStack() as every:  # an interrupt in one release doesn't keep the others from it
+            every.callback(self._close_scope)
             for component in self.components.values():
                 every.callback(component.empty)
                 every.callback(self.give_back, [component])
+        for component in self.components.values():
+            component.gate.after_oom = None
         self.components.clear()
         if self.pipeline is not None:
             self.pipeline.__dict__.clear()
         self.pipeline = self.on_step = None
+        held = self.traffic.held_bytes
         empty_cache(self.device)
         trim_heap()
-        return sum(nbytes for storage, nbytes in self._given_back if storage() is not None)
+        return held + sum(nbytes for storage, nbytes in self._given_back if storage() is not None)
+
+    def _close_scope(self) -> None:
+        if self._scope is not None:
+            self.traffic = StreamTraffic.of(self._scope)
+            self._scope = None
 
     def give_back(self, components: Iterable[Component]) -> None:
         """Releases components in the middle of a phase or at its end; they load again if they are used again."""
@@ -109,6 +144,26 @@ def open_phase(
     if unknown:
         raise InputError(f"The model has no component {unknown[0]!r}; it has {', '.join(source.components)}.")
     return OpenPhase(handle, source, name, session or Session(), owned=set(components))
+
+
+@dataclass(frozen=True)
+class StreamTraffic:
+    """What went through a phase's scope, in bytes and seconds. held_bytes: of the ring, held by somebody outside."""
+
+    device_budget_bytes: int = 0
+    reserved_peak_bytes: int = 0
+    streamed_bytes: int = 0
+    read_bytes: int = 0
+    held_bytes: int = 0
+    stall_s: float = 0.0
+
+    @classmethod
+    def of(cls, scope: OffloadScope) -> StreamTraffic:
+        """Closes the scope and says what it did."""
+        held = scope.close()
+        counts = scope.cache.counts
+        limit, peak = scope.ledger.limits["device"], scope.ledger.peak("device")
+        return cls(limit, peak, counts.streamed_bytes, scope.bytes_read, held, counts.stall_s)
 
 
 class OpenPhase(contextlib.AbstractContextManager[Phase]):
@@ -168,11 +223,15 @@ class OpenPhase(contextlib.AbstractContextManager[Phase]):
                 weight_bytes=phase.usage.weight_bytes,
                 device_peak_bytes=device,
                 host_peak_bytes=host,
-                bytes_read=phase.usage.bytes_read,
+                bytes_read=phase.traffic.read_bytes,
                 leaked_bytes=leaked,
                 device=str(phase.device),
                 forwards=forwards,
                 notes=tuple(phase.notes),
+                device_budget_bytes=phase.traffic.device_budget_bytes,
+                reserved_peak_bytes=phase.traffic.reserved_peak_bytes,
+                streamed_bytes=phase.traffic.streamed_bytes,
+                stall_s=phase.traffic.stall_s,
             )
         )
         if short is not None:

@@ -1,0 +1,640 @@
+"""The weight cache: which weights are hot, what is fetched ahead, and what makes room for it.
+
+A resident set stays hot once it was used. Everything else passes through the ring: fetched ahead in the expected
+order, used, and let go. A hot copy is only ever handed out as a tensor; its memory is used again when that tensor's
+storage is dead, which the storage itself tells (`_arena`). So dropping a copy here never takes memory from under
+anybody; at worst it is free later.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .._report_table import human_bytes
+from ..devices import is_out_of_memory
+from ..errors import BudgetError
+from ..file_reader import ReadBuffer, ReadStopped
+from ..ledger import Ledger, Reservation
+from ._arena import Arena, Region
+from ._copies import CopyEngine, cast, cast_into
+from ._edits import Edits, PrivateMaker, become, writable_master
+from ._order import AccessOrder
+from ._readers import Readers
+from ._shape import Layout, as_bytes
+from ._weight import Entry, aten
+
+log = logging.getLogger(__name__)
+
+_LOOK_AHEAD = 48  # accesses scanned for what to fetch next; more than any ring holds
+_WAIT_S = 0.02
+_GROW_AFTER_S = 0.2  # how long a full ring waits for held slots before it tries to grow
+_PATIENCE_S = 10.0  # and before it is an error
+
+
+@dataclass
+class CacheCounts:
+    """What the cache did. fetched_bytes: of hot copies made; streamed_bytes: of those in the ring; stall_s: seconds that
+    compute waited for them."""
+
+    hits: int = 0
+    misses: int = 0
+    fetched_bytes: int = 0
+    streamed_bytes: int = 0
+    fetches: int = 0
+    stall_s: float = 0.0
+    grown_bytes: int = 0
+
+
+class _Fetch:
+    """A hot copy on its way. `done` is set under the cache's lock."""
+
+    __slots__ = ("done", "entry", "error", "hot", "job", "region", "reservation")
+
+    def __init__(self, entry: Entry, hot: torch.Tensor, region: Region | None, reservation: Reservation | None) -> None:
+        self.entry, self.region, self.reservation = entry, region, reservation
+        self.hot: torch.Tensor | None = hot
+        self.done = False
+        self.error: BaseException | None = None
+        self.job: Any = None
+
+
+class WeightCache:
+    """Hot copies of the weights of one scope, on one device, under one ledger. Safe to use from several threads.
+
+    poll: called on the thread that needs a weight, with the bytes that `load` brought; may raise to stop.
+    inline_bytes: weights up to this size are read by whoever needs them; a thread would cost more than it saves.
+    """
+
+    def __init__(
+        self,
+        engine: CopyEngine,
+        ledger: Ledger,
+        buffers: list[ReadBuffer],
+        *,
+        poll: Callable[[int], None] | None = None,
+        inline_bytes: int = 256 << 10,
+    ) -> None:
+        self.engine, self.ledger, self.counts = engine, ledger, CacheCounts()
+        self.order: AccessOrder[Entry] = AccessOrder()
+        self._poll = poll
+        self._inline_bytes = inline_bytes
+        self._own_buffer, *rest = buffers
+        self._buffers = buffers
+        self._buffer_lock = threading.Lock()
+        self.readers = Readers(rest)
+        self._lock = threading.Condition(threading.Lock())
+        self._freed: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._arenas: dict[int, tuple[Arena, Reservation]] = {}
+        self._spent: dict[Entry, None] = {}  # used copies, the longest unused first
+        self._ring_hot: dict[Entry, None] = {}
+        self._entries: set[Entry] = set()
+        self._closed = self._fetches_ahead = False
+
+    # --- what a scope does ---------------------------------------------------------------------------------------
+
+    def add(self, entries: Iterable[Entry]) -> None:
+        """Takes weights in. The order they come in is the first guess of the order they are used in."""
+        entries = list(entries)
+        with self._lock:
+            self._entries.update(entries)
+            self._fetches_ahead |= any(entry.nbytes > self._inline_bytes for entry in entries)
+            self.order.expect(entry for entry in entries if not entry.lookup_only)
+
+    def load(self, entries: Iterable[Entry]) -> None:
+        """Makes resident weights hot now, reading ahead. Their order says nothing about the order of use."""
+        entries = list(entries)
+        self.add(entries)
+        for entry in entries:
+            self.acquire([entry])
+            if self._poll is not None:
+                self._poll(entry.nbytes)
+        with self._lock:
+            self.order.forget(set(entries))
+
+    @property
+    def promised_bytes(self) -> int:
+        """Bytes that resident weights will take which aren't hot yet."""
+        with self._lock:
+            return sum(entry.nbytes for entry in self._entries if entry.resident and entry.reservation is None)
+
+    def add_arena(self, nbytes: int) -> None:
+        """Makes the ring larger by a block of `nbytes`. Raises BudgetError or torch.OutOfMemoryError."""
+        with self._lock:
+            self._add_arena(nbytes)
+
+    @property
+    def ring_bytes(self) -> int:
+        return sum(arena.nbytes for arena, _ in self._arenas.values())
+
+    @property
+    def largest_arena(self) -> int:
+        return max((arena.nbytes for arena, _ in self._arenas.values()), default=0)
+
+    def release(self, entries: Iterable[Entry], *, keep_edits: bool = False) -> None:
+        """Makes weights cold for good. Returns when none of their copies is in flight or held here.
+
+        keep_edits: changes made through views of hot copies are written to the masters first.
+        """
+        entries = [entry for entry in entries if entry.cache is self]
+        mine = set(entries)
+        with self._lock:
+            for entry in entries:
+                self._settle(entry)
+                if keep_edits:
+                    self._adopt(entry)
+            for entry in entries:
+                entry.cache = None
+                self._drop(entry)
+                self.engine.forget(entry)
+            self._entries -= mine
+            for entry in entries:
+                self._spent.pop(entry, None)
+            self.order.forget(mine)
+            self._reclaim()
+
+    def close(self) -> int:
+        """Stops the readers, drains copies, gives all memory back. Returns bytes that somebody outside still holds."""
+        with self._lock:
+            self._closed = True
+        self.readers.close()
+        self.engine.drain()
+        self.release(list(self._entries))
+        with self._lock:
+            self._reclaim()
+            held = sum(arena.held_bytes for arena, _ in self._arenas.values())
+            for _, reservation in self._arenas.values():
+                reservation.release()
+            self._arenas.clear()
+        self.engine.close()
+        for buffer in self._buffers:
+            buffer.close()
+        return held
+
+    # --- what an operator does -----------------------------------------------------------------------------------
+
+    def acquire(self, entries: Sequence[Entry]) -> list[torch.Tensor]:
+        """Hot tensors of all `entries` at once, for one operator. They stay valid as long as they are held.
+
+        Raises ColdWeightError after `close`, BudgetError if they can't be hot together, ModelError if a file changed.
+        """
+        if self._poll is not None:
+            self._poll(0)
+        with self._lock:
+            if self._closed:
+                raise entries[0].cold_error()
+            self._retire(entries)
+            for entry in entries:
+                if not self.order.note(entry):
+                    self._forget_plans()
+            hots = [self._ensure(entry, entries) for entry in entries]
+            for entry in entries:
+                self._use(entry)
+            if self._fetches_ahead:
+                self._pump(entries)
+        return hots
+
+    def gather(self, entry: Entry, indices: torch.Tensor) -> torch.Tensor | None:
+        """Rows of a table by `indices`, read from the master. None if so many are asked that the table is cheaper."""
+        if self._closed:
+            raise entry.cold_error()
+        master, layout = entry.master, entry.layout
+        assert master is not None
+        with torch.inference_mode(False), torch.no_grad():
+            rows, inverse = torch.unique(indices.detach().to("cpu", torch.int64), return_inverse=True)
+            if not rows.numel() or rows.numel() > max(layout.shape[0] // 2, 1):
+                return None
+            if int(rows[0]) < 0 or int(rows[-1]) >= layout.shape[0]:
+                raise IndexError(f"index out of range in {entry.name}, which has {layout.shape[0]} rows")
+            row_bytes = layout.shape[1] * master.dtype.itemsize
+            raw = torch.empty(rows.numel() * row_bytes, dtype=torch.uint8)
+            with self._buffer_lock:
+                master.rows(raw, row_bytes, rows.tolist(), self._own_buffer)
+            table = cast(raw.view(master.dtype).view(rows.numel(), layout.shape[1]), entry.casts)
+            table, inverse = table.to(self.engine.device), inverse.to(self.engine.device)
+            return aten.embedding.default(table, inverse)
+
+    def edit(self, targets: Sequence[Entry], hot: dict[Entry, torch.Tensor]) -> Edits:
+        """A scope in which an operator writes to the hot copies of `targets`."""
+        return Edits(self, self._private, targets, hot)
+
+    def new_private(self, old: Entry, value: torch.Tensor) -> Entry:
+        """A weight that takes the place of `old` with the values of `value`. Raises BudgetError if RAM is short."""
+        entry = self._private.entry(old, value)
+        with self._lock:
+            self._entries.add(entry)
+        return entry
+
+    @property
+    def _private(self) -> PrivateMaker:
+        return PrivateMaker(self.ledger, self)
+
+    def spoil(self, entry: Entry) -> None:
+        """Drops a hot copy whose values are no longer the master's."""
+        with self._lock:
+            self._drop(entry)
+
+    def recast(self, entry: Entry, dtype: torch.dtype, casts: tuple[torch.dtype, ...]) -> None:
+        with self._lock:
+            self._settle(entry)
+            self._adopt(entry)
+            self._drop(entry)
+            entry.layout, entry.casts = entry.layout.with_dtype(dtype), casts
+
+    def replace_hot(self, entry: Entry, layout: Layout, casts: tuple[torch.dtype, ...]) -> None:
+        """Exchanges the copy of a resident weight for one of another dtype, with the values it has now."""
+        assert entry.hot is not None
+        reservation = self.ledger.reserve("device", "resident", layout.nbytes, entry.name)
+        try:
+            with torch.inference_mode(False), torch.no_grad():
+                hot = layout.over(self.engine.allocate(layout.nbytes).untyped_storage())
+                hot.copy_(entry.hot)
+        except BaseException:
+            reservation.release()
+            raise
+        with self._lock:
+            self._drop(entry)
+            entry.hot, entry.reservation, entry.layout, entry.casts = hot, reservation, layout, casts
+
+    def keep_if_changed(self, entry: Entry, now: torch.Tensor) -> None:
+        """Makes the values of a plain tensor the master's, if they aren't."""
+        master = entry.master
+        assert master is not None
+        with torch.inference_mode(False), torch.no_grad():
+            values = torch.empty(entry.layout.count, dtype=entry.layout.dtype)
+            with self._buffer_lock:
+                cast_into(values, master, entry.casts, self._own_buffer, None)
+            if not torch.equal(as_bytes(values), as_bytes(now).cpu()):
+                become(entry, writable_master(entry) or self._private.master(entry.layout, entry.name), now)
+
+    def shrink(self, share: float = 0.5) -> int:
+        """Turns a share of the resident bytes into streamed ones and drops their copies. Returns the bytes."""
+        self.engine.drain()
+        with self._lock:
+            residents = [entry for entry in self._entries if entry.resident and not entry.pinned]
+            total, gone = sum(entry.nbytes for entry in residents), 0
+            for entry in sorted(residents, key=lambda entry: entry.nbytes, reverse=True):
+                if gone >= total * share or entry.nbytes > self.largest_arena:
+                    continue
+                self._settle(entry)
+                self._adopt(entry)
+                entry.resident = False
+                gone += entry.nbytes
+                self._drop(entry)
+            self._reclaim()
+        return gone
+
+    def let_go(self) -> None:
+        """Drops the hot copies in the ring: nothing is being computed."""
+        with self._lock:
+            for entry in list(self._ring_hot):
+                self._adopt(entry)
+                self._drop(entry)
+            self._spent.clear()
+            self._reclaim()
+
+    # --- under the lock ------------------------------------------------------------------------------------------
+
+    def _use(self, entry: Entry) -> None:
+        entry.planned = False
+        if entry.region is not None:
+            self._spent.pop(entry, None)
+            self._spent[entry] = None
+        self.engine.before_use(entry)
+        if entry.resident and entry.region is None and self.engine.is_complete(entry):
+            entry.fast = entry.hot
+
+    def _forget_plans(self) -> None:
+        """The order is another than expected: what was fetched ahead may go."""
+        for entry in self._ring_hot:
+            if entry.planned:
+                entry.planned = False
+                self._spent.setdefault(entry)
+
+    def _ensure(self, entry: Entry, keep: Sequence[Entry]) -> torch.Tensor:
+        if entry.hot is not None:
+            self.counts.hits += 1
+            return entry.hot
+        self.counts.misses += 1
+        started = time.perf_counter()
+        while entry.hot is None:
+            fetch = entry.fetch or self._begin(entry, keep, demand=True)
+            assert fetch is not None
+            if fetch.job is None:
+                self._run_here(fetch)
+            else:
+                self.readers.hurry(fetch.job)
+                self._wait(fetch)
+            if self._closed:
+                raise entry.cold_error()
+            if fetch.error is not None and not isinstance(fetch.error, ReadStopped):
+                raise fetch.error.with_traceback(None)
+            del fetch
+        self.counts.stall_s += time.perf_counter() - started
+        return entry.hot
+
+    def _begin(self, entry: Entry, keep: Sequence[Entry], *, demand: bool) -> _Fetch | None:
+        """Makes room for a hot copy and sends for its bytes. None if there is no room and it isn't demanded."""
+        if entry.resident:
+            fetch = self._begin_resident(entry)
+        else:
+            fetch = None
+        if fetch is None:
+            region = self._room(entry, keep) if demand else self._free_region(entry.nbytes, keep)
+            if region is None:
+                return None
+            fetch = _Fetch(entry, self._arena_tensor(region, entry), region[1], None)
+            del region
+        entry.fetch = fetch
+        if entry.nbytes > self._inline_bytes:
+            fetch.job = _job(self, fetch)
+            if not self.readers.submit(fetch.job, urgent=demand):
+                fetch.job = None
+        return fetch
+
+    def _begin_resident(self, entry: Entry) -> _Fetch | None:
+        """Memory of its own for a resident weight. Where that isn't to be had the weight is streamed from now on."""
+        reservation = None
+        try:
+            reservation = self.ledger.reserve("device", "resident", entry.nbytes, entry.name)
+            hot = entry.layout.over(self.engine.allocate(entry.nbytes).untyped_storage())
+        except (RuntimeError, MemoryError, BudgetError) as error:
+            if reservation is not None:
+                reservation.release()
+            if not isinstance(error, BudgetError) and not is_out_of_memory(error):
+                raise
+            if entry.nbytes > self.largest_arena:
+                raise
+            log.info("%s is streamed: there is no room to keep it (%s)", entry.name, error)
+            entry.resident = False
+            return None
+        return _Fetch(entry, hot, None, reservation)
+
+    def _arena_tensor(self, region: tuple[Arena, Region], entry: Entry) -> torch.Tensor:
+        with torch.inference_mode(False):
+            return region[0].tensor(region[1], entry.layout)
+
+    def _run_here(self, fetch: _Fetch) -> None:
+        """Reads on this thread, without the lock, so that other threads go on."""
+        self._lock.release()
+        try:
+            with self._buffer_lock:
+                self._fill(fetch, self._own_buffer)
+        finally:
+            self._lock.acquire()
+
+    def _fill(self, fetch: _Fetch, buffer: ReadBuffer) -> None:
+        """Fills a hot copy and says so. Never raises: what went wrong is told to whoever waits for the weight."""
+        ready, error = None, None
+        try:
+            if not fetch.done:
+                assert fetch.hot is not None
+                ready = self.engine.fill(fetch.entry, fetch.hot, buffer, self.readers.stopping)
+        except BaseException as caught:
+            error = caught
+        with self._lock:
+            if not fetch.done:
+                self._arrive(fetch, ready, error)
+
+    def _arrive(self, fetch: _Fetch, ready: Any, error: BaseException | None) -> None:
+        entry = fetch.entry
+        if error is None:
+            entry.hot, entry.ready, entry.region, entry.reservation = fetch.hot, ready, fetch.region, fetch.reservation
+            entry.seen = {id(w): w._version for ref in entry.wrappers if (w := ref()) is not None}
+            entry.seen[0] = entry.hot._version if entry.hot is not None else 0
+            if fetch.region is not None:
+                self._ring_hot[entry] = None
+                self.counts.streamed_bytes += entry.nbytes
+            self.counts.fetches += 1
+            self.counts.fetched_bytes += entry.nbytes
+        else:
+            error.__traceback__ = None  # its frames hold the hot copy
+            if fetch.reservation is not None:
+                fetch.reservation.release()
+        fetch.hot, fetch.error, fetch.done = None, error, True
+        entry.fetch = None
+        self._lock.notify_all()
+
+    def _wait(self, fetch: _Fetch) -> None:
+        while not fetch.done:
+            self._lock.wait(_WAIT_S)
+            if self._poll is not None and not fetch.done:
+                self._lock.release()
+                try:
+                    self._poll(0)
+                finally:
+                    self._lock.acquire()
+
+    def _pump(self, keep: Sequence[Entry]) -> None:
+        """Fetches ahead, in the expected order, as far as the ring has room."""
+        if not self.readers.ready():
+            return
+        for entry in self.order.upcoming(_LOOK_AHEAD):
+            if entry.fast is not None or entry.cache is not self or entry.lookup_only:
+                continue
+            if entry.hot is not None:
+                entry.planned = True
+            elif entry.fetch is None:
+                if entry.nbytes <= self._inline_bytes:
+                    continue
+                if self._begin(entry, keep, demand=False) is None:
+                    return
+                entry.planned = True
+            else:
+                entry.planned = True
+
+    def _retire(self, keep: Sequence[Entry]) -> None:
+        """Lets go of what was used and isn't expected soon."""
+        if self._spent and self.engine.eager:
+            self._make_room(keep)
+        self._reclaim()
+
+    def _make_room(self, keep: Sequence[Entry]) -> bool:
+        """Drops used copies that aren't expected soon. Returns whether any was dropped."""
+        gone = [
+            entry
+            for entry in self._spent
+            if not (entry.planned or entry in keep or entry.pinned or self._is_held(entry))
+        ]
+        for entry in gone:
+            self._adopt(entry)
+            self._drop(entry)
+        if gone:
+            self._reclaim()
+        return bool(gone)
+
+    def _is_held(self, entry: Entry) -> bool:
+        """Whether somebody holds a view of a hot copy: dropping it would free nothing yet."""
+        assert entry.hot is not None
+        return bool(torch._C._storage_Use_Count(entry.hot.untyped_storage()._cdata) > 2)
+
+    def _free_region(self, nbytes: int, keep: Sequence[Entry]) -> tuple[Arena, Region] | None:
+        self._reclaim()
+        region = self._take(nbytes)
+        if region is None and self._make_room(keep):
+            region = self._take(nbytes)
+        return region
+
+    def _take(self, nbytes: int) -> tuple[Arena, Region] | None:
+        for arena, _ in self._arenas.values():
+            region = arena.take(nbytes)
+            if region is not None:
+                return arena, region
+        return None
+
+    def _room(self, entry: Entry, keep: Sequence[Entry]) -> tuple[Arena, Region]:
+        """Room in the ring for a weight that is needed now: from what was used, then from what was fetched ahead, then
+        from what others hold, for which it waits a while; then the ring grows, or it is an error by name."""
+        started = time.perf_counter()
+        while True:
+            found = self._free_region(entry.nbytes, keep) or self._from_planned(entry, keep)
+            if found is not None:
+                return found
+            waited = time.perf_counter() - started
+            busy = self._in_flight(keep) or self._others_hold(keep)
+            if not busy or waited > _GROW_AFTER_S:
+                error = self._grow(entry, keep)
+                if error is not None and (not busy or waited > _PATIENCE_S):
+                    raise error
+            if busy:
+                self._lock.wait(_WAIT_S)
+
+    def _from_planned(self, entry: Entry, keep: Sequence[Entry]) -> tuple[Arena, Region] | None:
+        """Drops copies that were fetched ahead, the last needed first, and takes back what no thread has begun."""
+        ahead = [other for other in self.order.upcoming(_LOOK_AHEAD) if other not in keep]
+        for other in reversed(list(dict.fromkeys(ahead))):
+            fetch = other.fetch
+            if fetch is not None and fetch.job is not None and self.readers.cancel(fetch.job):
+                self._arrive(fetch, None, ReadStopped())
+            elif other in self._ring_hot and not other.pinned and not self._is_held(other):
+                self._adopt(other)
+                self._drop(other)
+            else:
+                continue
+            del fetch
+            self._reclaim()
+            found = self._take(entry.nbytes)
+            if found is not None:
+                return found
+        for other in [other for other in self._ring_hot if other not in keep and not other.pinned]:
+            if not self._is_held(other):
+                self._adopt(other)
+                self._drop(other)
+        self._reclaim()
+        return self._take(entry.nbytes)
+
+    def _in_flight(self, keep: Sequence[Entry]) -> bool:
+        return any(entry.fetch is not None and entry not in keep for entry in self._entries)
+
+    def _others_hold(self, keep: Sequence[Entry]) -> bool:
+        """Whether regions are alive that this operator doesn't hold: another thread's, or an alias somebody keeps."""
+        held = sum(entry.nbytes for entry in keep if entry in self._ring_hot)
+        return sum(arena.held_bytes for arena, _ in self._arenas.values()) > held
+
+    def _grow(self, entry: Entry, keep: Sequence[Entry]) -> BudgetError | None:
+        """Makes the ring larger by room for `entry`, or says why it can't."""
+        try:
+            self._add_arena(entry.nbytes)
+        except (BudgetError, RuntimeError, MemoryError) as error:
+            if not isinstance(error, BudgetError) and not is_out_of_memory(error):
+                raise
+            together = sum(each.nbytes for each in dict.fromkeys((*keep, entry)))
+            missing = self.ledger.limits["device"] - self.ledger.free("device") + entry.nbytes
+            return BudgetError(
+                f"There is no room for {entry.name} ({human_bytes(entry.nbytes)}): the ring of "
+                f"{human_bytes(self.ring_bytes)} is held by other uses of its weights, or one operator needs "
+                f"{human_bytes(together)} of weights together. Set device_memory to at least {human_bytes(missing)}."
+            )
+        self.counts.grown_bytes += entry.nbytes
+        log.info("The ring grew by %s for %s", human_bytes(entry.nbytes), entry.name)
+        return None
+
+    def _add_arena(self, nbytes: int) -> None:
+        nbytes = -(-nbytes // self.engine.align) * self.engine.align
+        reservation = self.ledger.reserve("device", "ring", nbytes + self.engine.align)
+        try:
+            arena = Arena(nbytes, self.engine.allocate, self._freed, align=self.engine.align, whole=self.engine.whole)
+        except BaseException:
+            reservation.release()
+            raise
+        self._arenas[id(arena)] = (arena, reservation)
+
+    def _reclaim(self) -> None:
+        """Takes back the regions whose storages died."""
+        if self._freed.empty():
+            return
+        streams: set[Any] = set()
+        back: list[tuple[Arena, Region]] = []
+        while True:
+            try:
+                death = self._freed.get_nowait()
+            except queue.Empty:
+                break
+            pair = self._arenas.get(death.arena)
+            if pair is not None:
+                region = pair[0].buried(death)
+                streams |= region.streams
+                back.append((pair[0], region))
+        if back:
+            self.engine.retire(streams)
+            for arena, region in back:
+                arena.give(region)
+
+    def _settle(self, entry: Entry) -> None:
+        """Waits until no copy of a weight is in flight."""
+        fetch = entry.fetch
+        if fetch is None:
+            return
+        if fetch.job is not None and self.readers.cancel(fetch.job):
+            self._arrive(fetch, None, ReadStopped())
+            return
+        while not fetch.done and not (self.readers.stopping() and not self.readers.alive):
+            self._lock.wait(_WAIT_S)
+        if not fetch.done:
+            self._arrive(fetch, None, ReadStopped())
+
+    def _adopt(self, entry: Entry) -> None:
+        """If a hot copy was written to through a view, its values become the master's."""
+        if entry.hot is not None and _was_edited(entry):
+            self.engine.before_use(entry)
+            self._private.adopt(entry)
+
+    def _drop(self, entry: Entry) -> None:
+        entry.hot = entry.fast = entry.ready = None
+        entry.region = None
+        entry.planned = False
+        self._ring_hot.pop(entry, None)
+        self._spent.pop(entry, None)
+        if entry.reservation is not None:
+            entry.reservation.release()
+            entry.reservation = None
+
+
+def _was_edited(entry: Entry) -> bool:
+    seen, hot = entry.seen, entry.hot
+    assert hot is not None
+    if hot._version != seen.get(0, 0):
+        return True
+    known = set(seen.values())
+    for ref in entry.wrappers:
+        wrapper = ref()
+        if wrapper is None:
+            continue
+        expected = seen.get(id(wrapper))
+        if wrapper._version != expected and (expected is not None or wrapper._version not in known):
+            return True
+    return False
+
+
+def _job(cache: WeightCache, fetch: _Fetch) -> Callable[[ReadBuffer], None]:
+    def read(buffer: ReadBuffer) -> None:
+        cache._fill(fetch, buffer)
+
+    return read

@@ -1,0 +1,516 @@
+"""One module under offload: its weights exchanged for streamed ones, and what it takes to give it back."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ..errors import ManagedModuleError
+from ..file_backing import read_mappings
+from ..inventory import Item, take_inventory
+from ..ledger import Reservation
+from ._accelerator import link_bytes
+from ._dtypes import shortest, through
+from ._guards import ApplyGuard, check_free
+from ._masters import FileMaster, HostMaster, Master
+from ._plan import StreamPlan, WeightSize, make_plan, spread
+from ._shape import Layout, as_bytes
+from ._streamed_class import StreamedClass
+from ._tensor_classes import TensorClass, classify, shell_of
+from ._weight import Entry, StreamedWeight, cold_weight
+
+if TYPE_CHECKING:
+    from ._scope import OffloadScope
+
+# The dtypes that a floating weight is cast through, by its name and stored dtype; the last is the one it runs in.
+DtypeRule = Callable[[str, torch.dtype], tuple[torch.dtype, ...]]
+
+_NORMS = ("norm", "Norm")
+
+
+@dataclass
+class _Place:
+    """Where a weight is registered. The module is held weakly: it keeps its guard, which keeps this."""
+
+    owner: weakref.ref[nn.Module]
+    key: str
+    buffer: bool
+
+    def put(self, tensor: Any) -> None:
+        owner = self.owner()
+        if owner is not None:
+            (owner._buffers if self.buffer else owner._parameters)[self.key] = tensor
+
+    def get(self) -> Any:
+        owner = self.owner()
+        return None if owner is None else (owner._buffers if self.buffer else owner._parameters).get(self.key)
+
+
+@dataclass(eq=False)
+class _Part:
+    """One tensor of the module. entries: one, or several for a weight of a class of its own.
+
+    plain: its hot tensor is registered itself, without a wrapper. untouched: it stays the tensor it was.
+    """
+
+    item: Item
+    rule: TensorClass
+    places: list[_Place]
+    entries: list[Entry] = field(default_factory=list)
+    plain: bool = False
+    untouched: bool = False
+    shell: Any = None
+    layout: Layout | None = None
+    original: torch.Tensor | None = None
+    replacement: Any = None
+    reservation: Reservation | None = None
+
+    def forget_module(self) -> None:
+        """Lets go of the module and, unless it is kept as the original, of the tensor that it had."""
+        self.item.places = ()
+        self.item.tensor = None  # type: ignore[assignment]
+
+    @property
+    def name(self) -> str:
+        return self.item.names[0]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(entry.nbytes for entry in self.entries) if self.entries else self.item.nbytes
+
+
+class Managed:
+    """A module whose weights a scope manages. Kept alive by the module itself (by its guard)."""
+
+    def __init__(self, scope: OffloadScope, name: str) -> None:
+        self.scope, self.name = scope, name
+        self.plan: StreamPlan
+        self.attributes: dict[str, tuple[str, ...]] = {}
+        self._parts: list[_Part] = []
+        self._guarded: list[weakref.ref[nn.Module]] = []
+        self._extra: list[Reservation] = []
+        self.released = False
+
+    # --- attach --------------------------------------------------------------------------------------------------
+
+    def attach(
+        self,
+        module: nn.Module,
+        files: Sequence[Path] | None,
+        dtype_of: DtypeRule | None,
+        *,
+        restore: bool,
+        plain_if_whole: bool,
+    ) -> None:
+        """Takes `module` over. Nothing of it has changed if this raises.
+
+        restore: keep what `release` needs to give the module back as it was. plain_if_whole: if everything fits, the
+        module gets ordinary tensors and no wrappers.
+        """
+        check_free(module, self.name)
+        inventory = take_inventory(module, _mapped_files() if files is None else files)
+        self.attributes = inventory.attributes
+        items = [item for item in inventory.items if not self._is_absent(item)]
+        rules = [classify(item.tensor, f"{self.name}.{item.names[0]}") for item in items]
+        try:
+            self._parts = [self._part(item, rule, dtype_of) for item, rule in zip(items, rules, strict=True)]
+            groups = _operator_groups(module)
+            small, large = self._split()
+            self._plan(small, large, groups)
+            if self.plan.whole and plain_if_whole:
+                small, large = [*small, *large], []
+            for part in small:
+                part.plain = True
+            self._load_plain(small)
+            for part in large:
+                self._wrap(part)
+            self._plan_host(large)
+            for part in self._parts:
+                part.original = part.item.tensor if restore or part.untouched else None
+            self._exchange(module)
+            for part in self._parts:
+                part.forget_module()
+        except BaseException:
+            self.scope.cache.release([entry for part in self._parts for entry in part.entries])
+            self._give_back_masters()
+            self._parts = []
+            raise
+
+    def _is_absent(self, item: Item) -> bool:
+        """Whether a weight was left out on purpose (a half of a VAE that isn't needed): it stays cold."""
+        if not isinstance(item.tensor, StreamedWeight):
+            return False
+        if item.tensor._entry.cache is not None:
+            raise ManagedModuleError(f"{item.tensor._entry.name} is under offload already. Release that one first.")
+        return True
+
+    def _part(self, item: Item, rule: TensorClass, dtype_of: DtypeRule | None) -> _Part:
+        places = [
+            _Place(weakref.ref(owner), key, key in owner._buffers and key not in owner._parameters)
+            for owner, key in item.places
+        ]
+        part = _Part(item, rule, places)
+        tensor = item.tensor
+        stride = item.stride if len(item.stride) == len(item.shape) else torch.empty(item.shape, device="meta").stride()
+        part.layout = Layout(item.dtype, torch.Size(item.shape), stride)
+        if rule.rule == "resident" or item.shares_storage or not item.dense or _is_recurrent(item):
+            part.untouched = tensor.device == self.scope.device
+            return part
+        if rule.rule == "inner":
+            assert rule.take_apart is not None
+            part.shell = shell_of(tensor, f"{self.name}.{item.names[0]}")
+            for inner, plain in rule.take_apart(tensor).items():
+                layout = Layout.of(plain)
+                name = f"{item.names[0]}.{inner}"
+                part.entries.append(Entry((name,), layout, None, self.scope.cache, owner=self.name))
+            return part
+        asked = dtype_of(item.names[0], item.dtype) if dtype_of and item.dtype.is_floating_point else ()
+        casts = shortest(item.dtype, asked)
+        target = casts[-1] if casts else item.dtype
+        if tensor.device == self.scope.device and target == item.dtype and not item.ranges and item.kind == "buffer":
+            part.untouched = True
+            return part
+        layout = Layout.of(tensor).with_dtype(target)
+        part.entries.append(Entry(item.names, layout, None, self.scope.cache, casts=casts, owner=self.name))
+        return part
+
+    def _split(self) -> tuple[list[_Part], list[_Part]]:
+        """Parts that always stay on the device (small, mutable, or of a class that can't be streamed), and the rest."""
+        below = self.scope.settings.resident_below
+        small: list[_Part] = []
+        large: list[_Part] = []
+        for part in self._parts:
+            is_norm = all(any(word in type(owner()).__name__ for word in _NORMS) for owner, _ in _owners(part))
+            stays = part.item.kind == "buffer" or not part.entries or part.nbytes < below or (is_norm and below > 0)
+            (small if stays else large).append(part)
+        return small, large
+
+    def _plan(self, small: list[_Part], large: list[_Part], groups: dict[str, str]) -> None:
+        sizes = []
+        for part in large:
+            group = groups.get(part.name.rpartition(".")[0], part.name.rpartition(".")[0])
+            lookup = part.rule.rule == "plain" and all(isinstance(o(), nn.Embedding) for o, _ in _owners(part))
+            for entry in part.entries:
+                entry.group, entry.lookup_only = group, lookup
+                sizes.append(WeightSize(entry.names[0], entry.nbytes, group, lookup))
+        small_bytes = sum(part.nbytes for part in small)
+        self.plan = make_plan(
+            sizes,
+            available=self.scope.available(),
+            small_bytes=small_bytes,
+            ring_there=self.scope.cache.largest_arena,
+            name=self.name,
+        )
+        for part in large:
+            for entry in part.entries:
+                entry.resident = self.plan.whole or entry.names[0] in self.plan.resident
+                entry.lookup_only &= not self.plan.whole
+
+    def _master(self, part: _Part, entry: Entry, tensor: torch.Tensor) -> Master:
+        item = part.item
+        if item.ranges and part.rule.rule == "plain":
+            where = item.ranges[0]
+            return FileMaster(self.scope.file(where.path), where, item.dtype)
+        reservation = self.scope.ledger.reserve("host", "masters", tensor.nbytes, entry.name)
+        try:
+            host = tensor.detach()
+            if host.device.type != "cpu":
+                host = Layout.of(host).over(as_bytes(host).cpu().untyped_storage())
+        except BaseException:
+            reservation.release()
+            raise
+        return HostMaster(host, reservation)
+
+    def _load_plain(self, parts: list[_Part]) -> None:
+        entries = []
+        for part in parts:
+            if part.untouched:
+                part.reservation = self.scope.ledger.reserve("device", "resident", part.item.nbytes, part.name)
+            elif not part.entries:
+                part.reservation = self.scope.ledger.reserve("device", "resident", part.item.nbytes, part.name)
+                moved = part.item.tensor.to(self.scope.device)
+                part.replacement = moved
+            else:
+                self._give_masters(part)
+                for entry in part.entries:
+                    entry.resident = True
+                entries += part.entries
+        self.scope.cache.load(entries)
+        for part in parts:
+            if part.entries:
+                part.replacement = self._plain_tensor(part)
+
+    def _plain_tensor(self, part: _Part) -> torch.Tensor:
+        hot = [entry.hot for entry in part.entries]
+        if part.rule.rule == "inner":
+            assert part.rule.rebuild is not None
+            prefix = len(part.name) + 1
+            inner = {entry.names[0][prefix:]: tensor for entry, tensor in zip(part.entries, hot, strict=True)}
+            return part.rule.rebuild(part.shell, inner)  # type: ignore[arg-type]
+        tensor = hot[0]
+        assert tensor is not None
+        if part.item.kind == "buffer":
+            return tensor
+        wants_grad = part.item.tensor.requires_grad and self.plan.whole
+        return nn.Parameter(tensor, requires_grad=wants_grad)
+
+    def _give_masters(self, part: _Part) -> None:
+        if part.rule.rule == "inner":
+            assert part.rule.take_apart is not None
+            for entry, tensor in zip(part.entries, part.rule.take_apart(part.item.tensor).values(), strict=True):
+                entry.master = self._master(part, entry, tensor)
+        else:
+            part.entries[0].master = self._master(part, part.entries[0], part.item.tensor)
+
+    def _wrap(self, part: _Part) -> None:
+        self._give_masters(part)
+        if part.rule.rule == "inner":
+            part.replacement = StreamedClass.make(part.shell, part.rule, part.entries, part.name, self.scope.device)
+        else:
+            weight = StreamedWeight(part.entries[0], self.scope.device)
+            part.replacement = nn.Parameter(weight, requires_grad=False)
+
+    def _plan_host(self, parts: list[_Part]) -> None:
+        """Which streamed weights stay in pinned memory, spread evenly; the others are read from their files each time."""
+        streamed = [
+            entry
+            for part in parts
+            for entry in part.entries
+            if not entry.resident and not entry.lookup_only and entry.master is not None and entry.master.in_file
+        ]
+        room = self.scope.engine.pinned_free - self.scope.promised_host_bytes
+        sizes = [WeightSize(entry.names[0], link_bytes(entry)) for entry in streamed]
+        total = sum(size.nbytes for size in sizes)
+        names = {size.name for size in sizes} if total <= room else set(spread(sizes, max(room, 0)))
+        for entry in streamed:
+            entry.keep_on_host = entry.names[0] in names
+        self.scope.engine.want_pinned(sum(size.nbytes for size in sizes if size.name in names))
+
+    def _exchange(self, module: nn.Module) -> None:
+        """Puts everything in place. Only assignments: it can't stop half-way."""
+        cache = self.scope.cache
+        streamed = [entry for part in self._parts if not part.plain for entry in part.entries]
+        if streamed and self.plan.ring_bytes > 0:
+            cache.add_arena(self.plan.ring_bytes)
+        cache.add(entry for part in self._parts for entry in part.entries)
+        for part in self._parts:
+            if part.replacement is not None:
+                for place in part.places:
+                    place.put(part.replacement)
+        for path, owner in module.named_modules():
+            name = f"{self.name}.{path}" if path else self.name
+            guard = ApplyGuard(name, self.scope.device, self.recast)
+            owner.__dict__["_apply"] = guard
+            self._guarded.append(weakref.ref(owner))
+
+    # --- while it is attached --------------------------------------------------------------------------------------
+
+    def recast(self, dtype: torch.dtype) -> None:
+        """What `module.to(dtype)` means: floating weights and buffers are of that dtype from now on."""
+        for part in self._parts:
+            if not part.item.dtype.is_floating_point:
+                continue
+            if part.rule.rule != "plain" or not part.entries:
+                for place in part.places:
+                    tensor = place.get()
+                    if tensor is not None and tensor.is_floating_point():
+                        place.put(tensor.to(dtype))
+                continue
+            if part.plain:
+                self._recast_plain(part, dtype)
+            else:
+                self._recast_streamed(part, dtype)
+
+    def _recast_plain(self, part: _Part, dtype: torch.dtype) -> None:
+        current = part.places[0].get()
+        if current is None or current.dtype == dtype:
+            return
+        entry = part.entries[0]
+        self.scope.cache.replace_hot(entry, entry.layout.with_dtype(dtype), through(entry, dtype))
+        if part.item.kind == "buffer":
+            for place in part.places:
+                place.put(entry.hot)
+        else:
+            current.data = entry.hot
+
+    def _recast_streamed(self, part: _Part, dtype: torch.dtype) -> None:
+        entry = part.entries[0]
+        if entry.layout.dtype == dtype:
+            return
+        self.scope.cache.recast(entry, dtype, through(entry, dtype))
+        for ref in list(entry.wrappers):
+            wrapper = ref()
+            if wrapper is not None:
+                torch.Tensor.data.__set__(wrapper, StreamedWeight(entry, self.scope.device))  # type: ignore[attr-defined]
+                entry.wrappers.append(ref)
+
+    def book_new(self, module: nn.Module) -> None:
+        """Books weights that were added after attach (LoRA) and lie on the execution device."""
+        nbytes = self.new_bytes(module)
+        if nbytes:
+            self._extra.append(self.scope.ledger.reserve("device", "adapters", nbytes, self.name))
+
+    def stream_more(self, share: float = 0.5) -> int:
+        """Gives back a share of the resident bytes: those weights are streamed from now on. Returns the bytes.
+
+        For after the device ran out of memory. Nothing may be computing with the weights.
+        """
+        self.scope.engine.drain()
+        large = [part for part in self._parts if part.plain and self._could_stream(part)]
+        total, gone, chosen = sum(part.nbytes for part in large), 0, []
+        for part in sorted(large, key=lambda part: part.nbytes, reverse=True):
+            if gone < total * share:
+                chosen.append(part)
+                gone += part.nbytes
+        for part in chosen:
+            self._keep_plain_edits(part)
+            entry = part.entries[0]
+            entry.resident = part.plain = False
+            part.replacement = nn.Parameter(StreamedWeight(entry, self.scope.device), requires_grad=False)
+            for place in part.places:
+                place.put(part.replacement)
+            self.scope.cache.spoil(entry)
+        if chosen:
+            largest = max(part.nbytes for part in chosen)
+            if largest > self.scope.cache.largest_arena:
+                self.scope.cache.add_arena(largest)
+            self.scope.cache.order.expect(part.entries[0] for part in self._parts if part in chosen)
+        return gone + self.scope.cache.shrink(share)
+
+    def _could_stream(self, part: _Part) -> bool:
+        is_weight = part.item.kind == "parameter" and part.rule.rule == "plain" and len(part.entries) == 1
+        return is_weight and part.nbytes >= max(self.scope.settings.resident_below, 1)
+
+    def new_bytes(self, module: nn.Module) -> int:
+        """Bytes of parameters that were added after attach (LoRA) and lie on the execution device."""
+        mine = {id(kept) for part in self._parts for kept in (part.replacement, part.original)}
+        new = [p for p in module.parameters() if id(p) not in mine and not isinstance(p, StreamedWeight)]
+        return sum(p.nbytes for p in new if p.device == self.scope.device)
+
+    @property
+    def loaded_bytes(self) -> int:
+        """Bytes of what was made hot when the module was attached."""
+        return sum(part.nbytes for part in self._parts if part.plain)
+
+    @property
+    def entries(self) -> list[Entry]:
+        return [entry for part in self._parts for entry in part.entries]
+
+    # --- release ---------------------------------------------------------------------------------------------------
+
+    def release(self, *, restore: bool) -> list[tuple[weakref.ref[Any], int]]:
+        """Takes every hot copy back. Returns the storages of resident wrapped ones, to see that they are gone.
+
+        restore: the module gets its own tensors back, with the edits that were made. Otherwise it is left with cold
+        weights that say so when they are touched.
+        """
+        if self.released:
+            return []
+        self.released = True
+        cache = self.scope.cache
+        held = [
+            (weakref.ref(entry.hot.untyped_storage()), entry.nbytes)
+            for part in self._parts
+            for entry in part.entries
+            if entry.hot is not None and entry.region is None and not part.plain
+        ]
+        if restore:
+            for part in self._parts:
+                self._keep_plain_edits(part)
+        current = {id(part): [place.get() for place in part.places] for part in self._parts}
+        strays = [
+            weight._entry
+            for weights in current.values()
+            for weight in weights
+            if isinstance(weight, StreamedWeight) and weight._entry not in set(self.entries)
+        ]
+        cache.release([*self.entries, *strays], keep_edits=restore)
+        for part in self._parts:
+            for place, now in zip(part.places, current[id(part)], strict=True):
+                if not self._is_ours(part, now):
+                    continue
+                place.put(self._original(part, now) if restore else self._cold(part))
+        self._give_back_masters()
+        for ref in self._guarded:
+            owner = ref()
+            if owner is not None and isinstance(vars(owner).get("_apply"), ApplyGuard):
+                del owner.__dict__["_apply"]
+        self._parts = []
+        self.scope.forget(self)
+        return held
+
+    def _is_ours(self, part: _Part, now: Any) -> bool:
+        """Whether what is registered is what was put there (or a later form of it), not something new."""
+        return now is part.replacement or isinstance(now, StreamedWeight) or part.item.kind == "buffer"
+
+    def _keep_plain_edits(self, part: _Part) -> None:
+        """A plain tensor may have been changed in ways that nothing reports: its bytes are compared with the master's."""
+        if not part.plain or part.rule.rule != "plain" or not part.entries:
+            return
+        entry, now = part.entries[0], part.places[0].get()
+        if now is None or entry.master is None or now.device != self.scope.device:
+            return
+        self.scope.cache.keep_if_changed(entry, now.detach())
+
+    def _original(self, part: _Part, now: Any) -> Any:
+        original = part.original
+        if original is None or part.untouched:
+            return now
+        entry = now._entry if isinstance(now, StreamedWeight) else part.entries[0] if part.entries else None
+        master = entry.master if entry is not None else None
+        if isinstance(master, HostMaster) and part.rule.rule == "plain":
+            with torch.no_grad():
+                original.data = master.tensor
+        return original
+
+    def _cold(self, part: _Part) -> Any:
+        if isinstance(part.replacement, StreamedWeight):
+            return part.replacement
+        assert part.layout is not None
+        cold = cold_weight(part.layout, f"{self.name}.{part.name}", self.scope.device)
+        return cold if part.item.kind == "buffer" else nn.Parameter(cold, requires_grad=False)
+
+    def _give_back_masters(self) -> None:
+        for reservation in self._extra:
+            reservation.release()
+        for part in self._parts:
+            if part.reservation is not None:
+                part.reservation.release()
+            for entry in part.entries:
+                if entry.master is not None:
+                    entry.master.close()
+
+
+def _mapped_files() -> list[Path]:
+    """The safetensors files that this process has mapped, where the system tells."""
+    paths = {mapping.path for mapping in read_mappings() or () if mapping.path}
+    return sorted(Path(path) for path in paths if path.endswith(".safetensors"))
+
+
+def _owners(part: _Part) -> Iterable[tuple[weakref.ref[nn.Module], str]]:
+    return [(place.owner, place.key) for place in part.places]
+
+
+def _is_recurrent(item: Item) -> bool:
+    """Whether a weight belongs to an LSTM or GRU, which keeps a second list of its weights and hands out their memory."""
+    return any(isinstance(owner, nn.RNNBase) for owner, _ in item.places)
+
+
+def _operator_groups(module: nn.Module) -> dict[str, str]:
+    """Module paths whose weights one operator may take together, by the path that stands for them all.
+
+    torch's own attention and encoder layers hand the weights of their children to one fused operator.
+    """
+    groups: dict[str, str] = {}
+    for path, part in module.named_modules():
+        if path in groups or not isinstance(part, nn.MultiheadAttention | nn.TransformerEncoderLayer):
+            continue
+        for child, _ in part.named_modules(prefix=path):
+            groups[child] = path
+    return groups

@@ -1,0 +1,115 @@
+"""Which weights stay resident and which are streamed: a pure function of their sizes and the budget."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .._report_table import human_bytes
+from ..errors import BudgetError
+
+
+@dataclass(frozen=True)
+class WeightSize:
+    """A weight as the plan sees it, in expected order of use.
+
+    group: weights that one operator may need together have the same. lookup_only: a table whose rows are gathered.
+    nbytes: of the hot copy.
+    """
+
+    name: str
+    nbytes: int
+    group: str = ""
+    lookup_only: bool = False
+
+
+@dataclass(frozen=True)
+class StreamPlan:
+    """Where a component's weights are while it runs. All figures are bytes on the execution device.
+
+    resident: names of large weights that stay hot once they were used; everything else large passes through the ring.
+    whole: everything is resident, there is nothing to stream. small_bytes: weights and buffers that are never
+    offloaded. lookup_bytes: tables whose rows are read from where they are. available_bytes: what the plan was made for.
+    """
+
+    whole: bool
+    resident: frozenset[str]
+    resident_bytes: int
+    streamed_bytes: int
+    lookup_bytes: int
+    ring_bytes: int
+    small_bytes: int
+    available_bytes: int
+    notes: tuple[str, ...] = ()
+
+    @property
+    def device_bytes(self) -> int:
+        """The most that the component's weights take on the execution device."""
+        return self.small_bytes + self.resident_bytes + self.ring_bytes
+
+
+def make_plan(
+    sizes: Sequence[WeightSize], *, available: int, small_bytes: int = 0, ring_there: int = 0, name: str = "the module"
+) -> StreamPlan:
+    """A plan for weights `sizes` in `available` bytes, of which `small_bytes` go to what is never offloaded.
+
+    ring_there: bytes of a ring that exists already and isn't part of `available`.
+
+    Every weight is used once a pass, so which ones are resident doesn't matter for the bytes that are streamed, but
+    they have to lie evenly between the streamed ones: then copies have compute to hide behind. The ring holds two of
+    the largest operators' weights, so that one is read while the other is used, unless that is over half the room.
+
+    Raises BudgetError, with the smallest budget that can work, if the largest operator's weights don't fit.
+    """
+    room = available - small_bytes
+    total = sum(size.nbytes for size in sizes)
+    if total <= room:
+        names = frozenset(size.name for size in sizes)
+        return StreamPlan(True, names, total, 0, 0, 0, small_bytes, available)
+    lookup = sum(size.nbytes for size in sizes if size.lookup_only)
+    rest = [size for size in sizes if not size.lookup_only]
+    total -= lookup
+    if total <= room:
+        names = frozenset(size.name for size in rest)
+        return StreamPlan(False, names, total, 0, lookup, 0, small_bytes, available)
+    largest = largest_group(rest)
+    if largest > room + ring_there:
+        raise BudgetError(
+            f"The device budget leaves {human_bytes(max(available, 0))} for the weights of {name}, which need at least "
+            f"{human_bytes(small_bytes + largest)}: {human_bytes(small_bytes)} of small ones that stay, and "
+            f"{human_bytes(largest)} for the largest operator. Raise device_memory by "
+            f"{human_bytes(small_bytes + largest - ring_there - available)} or more."
+        )
+    ring = max(largest, min(2 * largest, room // 2)) if ring_there < largest else 0
+    ring = min(ring, room)
+    resident = spread(rest, room - ring)
+    kept = sum(size.nbytes for size in rest if size.name in resident)
+    streamed = total - kept
+    return StreamPlan(False, resident, kept, streamed, lookup, ring, small_bytes, available)
+
+
+def largest_group(sizes: Sequence[WeightSize]) -> int:
+    """Bytes of the weights that the hungriest operator needs together: the smallest ring that works."""
+    groups: Counter[str] = Counter()
+    for size in sizes:
+        groups[size.group or size.name] += size.nbytes
+    return max(groups.values(), default=0)
+
+
+def spread(sizes: Sequence[WeightSize], room: int) -> frozenset[str]:
+    """Weights of up to `room` bytes, spread evenly over the order (error diffusion), then whatever still fits."""
+    total = sum(size.nbytes for size in sizes)
+    chosen: set[str] = set()
+    left, debt = room, 0.0
+    for size in sizes:
+        debt += size.nbytes * room / total
+        if debt >= size.nbytes / 2 and size.nbytes <= left:
+            chosen.add(size.name)
+            left -= size.nbytes
+            debt -= size.nbytes
+    for size in sorted(sizes, key=lambda size: size.nbytes, reverse=True):
+        if size.name not in chosen and size.nbytes <= left:
+            chosen.add(size.name)
+            left -= size.nbytes
+    return frozenset(chosen)

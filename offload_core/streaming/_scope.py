@@ -1,0 +1,160 @@
+"""A scope: one device, one pair of budgets, one ring and one set of readers for all modules that run in it."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import InputError
+from ..file_reader import FileIdentity, ReadBuffer, WeightFile
+from ..ledger import Ledger
+from ..limits import Machine, Memory, activation_reserve, auto_device_budget, auto_host_budget, parse_budget
+from ..settings import OffloadSettings
+from ._accelerator import AcceleratorCopies, link_bytes
+from ._cache import WeightCache
+from ._copies import CopyEngine, CpuCopies
+from ._managed import DtypeRule, Managed
+from ._readers import Readers
+
+log = logging.getLogger(__name__)
+
+_LARGEST_CHUNK, _SMALLEST_CHUNK = 4 << 20, 64 << 10
+
+
+class OffloadScope:
+    """Everything that modules under offload share. `close` gives all of it back.
+
+    poll: see WeightCache. machine: what answers about memory, for tests.
+    """
+
+    def __init__(
+        self,
+        settings: OffloadSettings,
+        device: torch.device,
+        *,
+        poll: Callable[[int], None] | None = None,
+        machine: Machine | None = None,
+    ) -> None:
+        if str(settings.offload_device) != "cpu":
+            raise InputError(f"offload_device is {settings.offload_device!r}; weights can only be offloaded to cpu.")
+        self.settings, self.device = settings, device
+        self.machine = machine or Machine()
+        self.ledger, self.device_memory, self.host_memory = self._ledger()
+        total = self.ledger.limits["device"]
+        self.activation_bytes = activation_reserve(settings.activation_memory, total)
+        self._reserve = self.ledger.reserve("device", "activations", self.activation_bytes)
+        chunk = min(_LARGEST_CHUNK, max(_SMALLEST_CHUNK, total // 128 // 4096 * 4096))
+        self._buffers = [ReadBuffer(chunk) for _ in range(1 + max(settings.read_threads, 0))]
+        self._staging = self.ledger.reserve("host", "staging", sum(buffer.nbytes for buffer in self._buffers))
+        self.engine = self._engine(chunk)
+        self.cache = WeightCache(self.engine, self.ledger, self._buffers, poll=poll)
+        self._files: dict[Path, WeightFile] = {}
+        self._managed: list[weakref.ref[Managed]] = []
+        self._closed_bytes = 0
+        self._end = weakref.finalize(self.cache, _shut, self.cache.readers, self._buffers, self._files)
+        self._end.atexit = False
+
+    def attach(
+        self,
+        module: nn.Module,
+        *,
+        name: str,
+        files: Sequence[Path] | None = (),
+        dtype_of: DtypeRule | None = None,
+        restore: bool = True,
+        plain_if_whole: bool = False,
+    ) -> Managed:
+        """Takes a module under offload. Raises BudgetError, ManagedModuleError or ModelError; nothing changed then."""
+        managed = Managed(self, name)
+        managed.attach(module, files, dtype_of, restore=restore, plain_if_whole=plain_if_whole)
+        self._managed.append(weakref.ref(managed))
+        return managed
+
+    def forget(self, managed: Managed) -> None:
+        self._managed = [ref for ref in self._managed if ref() is not None and ref() is not managed]
+
+    def available(self) -> int:
+        """Bytes of device memory that a further module could get: what is free and not promised to residents."""
+        return self.ledger.free("device") - self.cache.promised_bytes
+
+    @property
+    def promised_host_bytes(self) -> int:
+        """Bytes of weights that will stay in pinned memory and aren't there yet."""
+        managed = [ref() for ref in self._managed]
+        entries = [entry for each in managed if each is not None for entry in each.entries]
+        return sum(link_bytes(entry) for entry in entries if entry.keep_on_host and entry.host is None)
+
+    def file(self, path: Path) -> WeightFile:
+        """The reader of a weight file, opened once. Read past the page cache where that couldn't hold it anyway."""
+        if path not in self._files:
+            identity = FileIdentity.of(path)
+            self._files[path] = WeightFile(path, identity, direct=self._direct(identity.size))
+        return self._files[path]
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes read from weight files so far."""
+        return self._closed_bytes + sum(file.bytes_read for file in self._files.values())
+
+    def _direct(self, nbytes: int) -> bool:
+        if self.settings.direct_io != "auto":
+            return self.settings.direct_io == "on"
+        spare = self.machine.host().free - (self.ledger.free("device") if self.device.type == "cpu" else 0)
+        return nbytes > spare // 2
+
+    def close(self) -> int:
+        """Releases every module, joins the readers, frees everything. Returns bytes that somebody outside still holds."""
+        for ref in list(self._managed):
+            managed = ref()
+            if managed is not None:
+                managed.release(restore=False)
+        held = self.cache.close()
+        self._end.detach()
+        for file in self._files.values():
+            self._closed_bytes += file.bytes_read
+            file.close()
+        self._files.clear()
+        self._staging.release()
+        self._reserve.release()
+        return held
+
+    def _ledger(self) -> tuple[Ledger, Memory, Memory]:
+        settings, host = self.settings, self.machine.host()
+        host_auto = auto_host_budget(host)
+        host_budget = parse_budget(
+            settings.host_memory, free=host.free, total=host.total, auto=host_auto, name="host_memory"
+        )
+        on_cpu = self.device.type == "cpu"
+        memory = None if on_cpu else self.machine.device(self.device)
+        if on_cpu:
+            memory, auto = host, host_budget
+        elif memory is None:
+            memory, auto = Memory(total=0, free=0, source="unknown"), 1 << 62
+        else:
+            auto = auto_device_budget(memory)
+        device_budget = parse_budget(
+            settings.device_memory, free=memory.free, total=memory.total, auto=auto, name="device_memory"
+        )
+        return Ledger(device=device_budget, host=host_budget, shared=on_cpu), memory, host
+
+    def _engine(self, chunk_bytes: int) -> CopyEngine:
+        if self.device.type == "cpu":
+            return CpuCopies()
+        chunks = 2 * len(self._buffers)
+        limit = self.machine.pinned_limit()
+        return AcceleratorCopies(self.device, self.ledger, chunk_bytes=chunk_bytes, chunks=chunks, pinned_bytes=limit)
+
+
+def _shut(readers: Readers, buffers: list[ReadBuffer], files: dict[Any, WeightFile]) -> None:
+    """What is left to do when a scope is dropped without `close`."""
+    readers.close()
+    for buffer in buffers:
+        buffer.close()
+    for file in files.values():
+        file.close()
