@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import Counter
 from typing import Literal
@@ -87,5 +88,13 @@ class Ledger:
         limit = self.limits[tier]
         return BudgetError(
             f"{human_bytes(nbytes)} of {purpose} don't fit the {tier} budget of {human_bytes(limit)}, of which "
-            f"{human_bytes(used)} are in use. Set {tier}_memory to at least {human_bytes(used + nbytes)}."
+            f"{human_bytes(used)} are in use. Set {tier}_memory to at least {at_least(used + nbytes)}."
         )
+
+
+def at_least(nbytes: int) -> str:
+    """Like human_bytes, but never rounded down: a budget of what it says holds `nbytes`."""
+    unit = 1024
+    while unit * 1024 <= nbytes:
+        unit *= 1024
+    return human_bytes(nbytes if nbytes < 1024 else math.ceil(nbytes * 10 / unit) * unit // 10)

@@ -131,8 +131,11 @@ class Memory:
 
 
 def auto_device_budget(memory: Memory) -> int:
-    """What "auto" means on a device: free less max(5 % of total, 400 MiB) for desktop, driver and fragmentation."""
-    return max(memory.free - max(memory.total // 20, 400 * 2**20), 0)
+    """What "auto" means on a device: free less max(5 % of total, 400 MiB) for desktop, driver and fragmentation.
+
+    Never under half of free.
+    """
+    return max(memory.free - max(memory.total // 20, 400 * 2**20), memory.free // 2)
 
 
 def auto_host_budget(memory: Memory) -> int:

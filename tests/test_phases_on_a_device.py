@@ -151,12 +151,9 @@ def test_a_decode_that_does_not_fit_whole_is_done_in_tiles_by_itself() -> None:
     assert result["left"] == 0
 
 
-def too_large_for_the_device() -> str:
+def too_small_a_budget() -> str:
     _, device, po, path, _, _ = _setup("flux")
-    handle = po.load(path)
-    import offload_core.phases._components as components
-
-    components.total_bytes = lambda _: 1000
+    handle = po.load(path, settings=po.OffloadSettings(device_memory="8KiB", resident_below=0))
     try:
         po.encode(handle, "a star")
     except po.InsufficientMemoryError as error:
@@ -164,8 +161,11 @@ def too_large_for_the_device() -> str:
     return "ran"
 
 
-def test_weights_larger_than_the_device_are_refused_before_anything_moves() -> None:
-    assert run_on_vgpu(too_large_for_the_device).endswith("device=cpu. 0")
+def test_a_budget_that_cannot_work_is_refused_with_the_smallest_that_can_and_nothing_stays() -> None:
+    sentence = run_on_vgpu(too_small_a_budget)
+    assert "vgpu:0" in sentence
+    assert "Raise device_memory by" in sentence
+    assert sentence.endswith(" 0")
 
 
 def purge_gives_back() -> dict[str, Any]:

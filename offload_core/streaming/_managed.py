@@ -205,7 +205,9 @@ class Managed:
             available=self.scope.available(),
             small_bytes=small_bytes,
             ring_there=self.scope.cache.largest_arena,
+            align=self.scope.engine.align,
             name=self.name,
+            device=str(self.scope.device),
         )
         for part in large:
             for entry in part.entries:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from .._report_table import human_bytes
 from ..errors import BudgetError
+from ..ledger import at_least
 
 
 @dataclass(frozen=True)
@@ -50,11 +51,19 @@ class StreamPlan:
 
 
 def make_plan(
-    sizes: Sequence[WeightSize], *, available: int, small_bytes: int = 0, ring_there: int = 0, name: str = "the module"
+    sizes: Sequence[WeightSize],
+    *,
+    available: int,
+    small_bytes: int = 0,
+    ring_there: int = 0,
+    align: int = 64,
+    name: str = "the module",
+    device: str = "the device",
 ) -> StreamPlan:
     """A plan for weights `sizes` in `available` bytes, of which `small_bytes` go to what is never offloaded.
 
-    ring_there: bytes of a ring that exists already and isn't part of `available`.
+    ring_there: bytes of a ring that exists already and isn't part of `available`. align: bytes that hot copies in the
+    ring are aligned to; the ring itself takes so many more.
 
     Every weight is used once a pass, so which ones are resident doesn't matter for the bytes that are streamed, but
     they have to lie evenly between the streamed ones: then copies have compute to hide behind. The ring holds two of
@@ -73,43 +82,48 @@ def make_plan(
     if total <= room:
         names = frozenset(size.name for size in rest)
         return StreamPlan(False, names, total, 0, lookup, 0, small_bytes, available)
-    largest = largest_group(rest)
-    if largest > room + ring_there:
+    largest = largest_group(rest, align)
+    ring = 0
+    if ring_there < largest:
+        needed = min(largest + align, total)
+        if needed > room:
+            raise BudgetError(
+                f"The budget of {device} leaves {human_bytes(max(available, 0))} for the weights of {name}, which need at "
+                f"least {at_least(small_bytes + needed)}: {human_bytes(small_bytes)} of small ones that stay, and "
+                f"{human_bytes(needed)} for the largest operator. Raise device_memory by "
+                f"{at_least(small_bytes + needed - available)} or more."
+            )
+        room -= align
+        ring = max(largest, min(2 * largest, room // 2))
+    elif room < 0:
         raise BudgetError(
-            f"The device budget leaves {human_bytes(max(available, 0))} for the weights of {name}, which need at least "
-            f"{human_bytes(small_bytes + largest)}: {human_bytes(small_bytes)} of small ones that stay, and "
-            f"{human_bytes(largest)} for the largest operator. Raise device_memory by "
-            f"{human_bytes(small_bytes + largest - ring_there - available)} or more."
+            f"The budget of {device} leaves {human_bytes(max(available, 0))} for the small weights of {name}, which take "
+            f"{human_bytes(small_bytes)} and stay. Raise device_memory by {at_least(-room)} or more."
         )
-    ring = max(largest, min(2 * largest, room // 2)) if ring_there < largest else 0
-    ring = min(ring, room)
     resident = spread(rest, room - ring)
     kept = sum(size.nbytes for size in rest if size.name in resident)
     streamed = total - kept
     return StreamPlan(False, resident, kept, streamed, lookup, ring, small_bytes, available)
 
 
-def largest_group(sizes: Sequence[WeightSize]) -> int:
+def largest_group(sizes: Sequence[WeightSize], align: int = 1) -> int:
     """Bytes of the weights that the hungriest operator needs together: the smallest ring that works."""
     groups: Counter[str] = Counter()
     for size in sizes:
-        groups[size.group or size.name] += size.nbytes
+        groups[size.group or size.name] += -(-size.nbytes // align) * align
     return max(groups.values(), default=0)
 
 
 def spread(sizes: Sequence[WeightSize], room: int) -> frozenset[str]:
-    """Weights of up to `room` bytes, spread evenly over the order (error diffusion), then whatever still fits."""
-    total = sum(size.nbytes for size in sizes)
+    """Weights of up to `room` bytes, spread evenly over the order.
+
+    They are asked in one order, whatever the room: the middle one, the quarters, the eighths, and so on; each stays that
+    still fits. So a larger room never keeps fewer bytes: the first weight that it alone takes fills it to the brim.
+    """
+    bits = max(len(sizes) - 1, 1).bit_length()
     chosen: set[str] = set()
-    left, debt = room, 0.0
-    for size in sizes:
-        debt += size.nbytes * room / total
-        if debt >= size.nbytes / 2 and size.nbytes <= left:
+    for _, size in sorted(enumerate(sizes), key=lambda pair: f"{pair[0]:0{bits}b}"[::-1]):
+        if size.nbytes <= room:
             chosen.add(size.name)
-            left -= size.nbytes
-            debt -= size.nbytes
-    for size in sorted(sizes, key=lambda size: size.nbytes, reverse=True):
-        if size.name not in chosen and size.nbytes <= left:
-            chosen.add(size.name)
-            left -= size.nbytes
+            room -= size.nbytes
     return frozenset(chosen)
