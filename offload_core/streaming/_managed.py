@@ -16,6 +16,7 @@ from ..file_backing import read_mappings
 from ..inventory import Item, take_inventory
 from ..ledger import Reservation
 from ._accelerator import link_bytes
+from ._compiled import compiled_blocks, install, uninstall
 from ._dtypes import shortest, through
 from ._guards import ApplyGuard, check_free
 from ._masters import FileMaster, HostMaster, Master
@@ -94,6 +95,7 @@ class Managed:
         self.attributes: dict[str, tuple[str, ...]] = {}
         self._parts: list[_Part] = []
         self._guarded: list[weakref.ref[nn.Module]] = []
+        self._compiled: list[weakref.ref[nn.Module]] = []
         self._extra: list[Reservation] = []
         self.released = False
 
@@ -120,7 +122,8 @@ class Managed:
         rules = [classify(item.tensor, f"{self.name}.{item.names[0]}") for item in items]
         try:
             self._parts = [self._part(item, rule, dtype_of) for item, rule in zip(items, rules, strict=True)]
-            groups = _operator_groups(module)
+            blocks = compiled_blocks(module, self.name)
+            groups = _operator_groups(module, [path for path, _ in blocks])
             small, large = self._split()
             self._plan(small, large, groups)
             if self.plan.whole and plain_if_whole:
@@ -134,6 +137,9 @@ class Managed:
             for part in self._parts:
                 part.original = part.item.tensor if restore or part.untouched else None
             self._exchange(module)
+            for _, block in blocks:
+                install(block)
+                self._compiled.append(weakref.ref(block))
             for part in self._parts:
                 part.forget_module()
         except BaseException:
@@ -439,6 +445,10 @@ class Managed:
                     continue
                 place.put(self._original(part, now) if restore else self._cold(part))
         self._give_back_masters()
+        for ref in self._compiled:
+            block = ref()
+            if block is not None:
+                uninstall(block)
         for ref in self._guarded:
             owner = ref()
             if owner is not None and isinstance(vars(owner).get("_apply"), ApplyGuard):
@@ -504,15 +514,17 @@ def _is_recurrent(item: Item) -> bool:
     return any(isinstance(owner, nn.RNNBase) for owner, _ in item.places)
 
 
-def _operator_groups(module: nn.Module) -> dict[str, str]:
-    """Module paths whose weights one operator may take together, by the path that stands for them all.
+def _operator_groups(module: nn.Module, compiled: Sequence[str]) -> dict[str, str]:
+    """Module paths whose weights are taken together, by the path that stands for them all.
 
-    torch's own attention and encoder layers hand the weights of their children to one fused operator.
+    A compiled block gets all of its weights at once. torch's own attention and encoder layers hand the weights of their
+    children to one fused operator.
     """
     groups: dict[str, str] = {}
     for path, part in module.named_modules():
-        if path in groups or not isinstance(part, nn.MultiheadAttention | nn.TransformerEncoderLayer):
+        fused = isinstance(part, nn.MultiheadAttention | nn.TransformerEncoderLayer)
+        if path in groups or not (fused or path in compiled):
             continue
         for child, _ in part.named_modules(prefix=path):
-            groups[child] = path
+            groups[child] = path or "the compiled module"
     return groups
