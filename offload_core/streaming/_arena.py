@@ -92,9 +92,16 @@ class Arena:
         self._free = sorted([*rest, (start, end - start)])
 
     def tensor(self, region: Region, layout: Layout) -> torch.Tensor:
-        """The region as a tensor of that layout. When its storage dies, the region arrives in the freed queue."""
+        """The region as a tensor of that layout. When its storage dies, the region arrives in the freed queue.
+
+        Where a region is an allocation of its own that may fail; the region is free again then.
+        """
         if self._block is None:
-            storage: Any = self._allocate(region.nbytes).untyped_storage()
+            try:
+                storage: Any = self._allocate(region.nbytes).untyped_storage()
+            except BaseException:
+                self.give(region)
+                raise
         else:
             pointer = self._block.data_ptr() + self._start + region.offset
             device = self._block.device

@@ -28,7 +28,7 @@ from ._copies import CopyEngine, cast, cast_into
 from ._edits import Edits, PrivateMaker, become, writable_master
 from ._order import AccessOrder
 from ._readers import Readers
-from ._shape import Layout, as_bytes
+from ._shape import Layout, as_bytes, normal_mode
 from ._weight import Entry, aten
 
 log = logging.getLogger(__name__)
@@ -41,8 +41,8 @@ _PATIENCE_S = 10.0  # and before it is an error
 
 @dataclass
 class CacheCounts:
-    """What the cache did. fetched_bytes: of hot copies made; streamed_bytes: of those in the ring; stall_s: seconds that
-    compute waited for them."""
+    """What the cache did. fetched_bytes: of hot copies made; streamed_bytes: of those in the ring; stall_s: seconds
+    that compute waited for them."""
 
     hits: int = 0
     misses: int = 0
@@ -80,7 +80,7 @@ class WeightCache:
         buffers: list[ReadBuffer],
         *,
         poll: Callable[[int], None] | None = None,
-        inline_bytes: int = 256 << 10,
+        inline_bytes: int = 1 << 20,
     ) -> None:
         self.engine, self.ledger, self.counts = engine, ledger, CacheCounts()
         self.order: AccessOrder[Entry] = AccessOrder()
@@ -93,6 +93,7 @@ class WeightCache:
         self._lock = threading.Condition(threading.Lock())
         self._freed: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._arenas: dict[int, tuple[Arena, Reservation]] = {}
+        self._touched: list[Entry] = []  # small copies that were used without taking the lock
         self._spent: dict[Entry, None] = {}  # used copies, the longest unused first
         self._ring_hot: dict[Entry, None] = {}
         self._entries: set[Entry] = set()
@@ -105,7 +106,9 @@ class WeightCache:
         entries = list(entries)
         with self._lock:
             self._entries.update(entries)
-            self._fetches_ahead |= any(entry.nbytes > self._inline_bytes for entry in entries)
+            for entry in entries:
+                entry.small = entry.nbytes <= self._inline_bytes
+            self._fetches_ahead |= not all(entry.small for entry in entries)
             self.order.expect(entry for entry in entries if not entry.lookup_only)
 
     def load(self, entries: Iterable[Entry]) -> None:
@@ -180,6 +183,15 @@ class WeightCache:
 
     # --- what an operator does -----------------------------------------------------------------------------------
 
+    def acquire_one(self, entry: Entry) -> torch.Tensor:
+        """Like `acquire`. A small copy that is there is handed out at once: what follows from it waits until the next
+        one has to be fetched."""
+        hot = entry.hot
+        if hot is not None and entry.small and not self.engine.eager and len(self._touched) < _LOOK_AHEAD:
+            self._touched.append(entry)
+            return hot
+        return self.acquire((entry,))[0]
+
     def acquire(self, entries: Sequence[Entry]) -> list[torch.Tensor]:
         """Hot tensors of all `entries` at once, for one operator. They stay valid as long as they are held.
 
@@ -190,6 +202,7 @@ class WeightCache:
         with self._lock:
             if self._closed:
                 raise entries[0].cold_error()
+            self._catch_up()
             self._retire(entries)
             for entry in entries:
                 if not self.order.note(entry):
@@ -302,6 +315,16 @@ class WeightCache:
 
     # --- under the lock ------------------------------------------------------------------------------------------
 
+    def _catch_up(self) -> None:
+        """Notes the uses that took no lock."""
+        touched, self._touched = self._touched, []
+        for entry in touched:
+            if entry.hot is not None and entry.cache is self:
+                self.order.note(entry)
+                if entry.region is not None:
+                    self._spent.pop(entry, None)
+                    self._spent[entry] = None
+
     def _use(self, entry: Entry) -> None:
         entry.planned = False
         if entry.region is not None:
@@ -325,10 +348,13 @@ class WeightCache:
         self.counts.misses += 1
         started = time.perf_counter()
         while entry.hot is None:
+            if entry.small and entry.fetch is None:
+                self._read_now(entry, keep)
+                break
             fetch = entry.fetch or self._begin(entry, keep, demand=True)
             assert fetch is not None
             if fetch.job is None:
-                self._run_here(fetch)
+                self._read_unlocked(fetch)
             else:
                 self.readers.hurry(fetch.job)
                 self._wait(fetch)
@@ -338,33 +364,37 @@ class WeightCache:
                 raise fetch.error.with_traceback(None)
             del fetch
         self.counts.stall_s += time.perf_counter() - started
+        assert entry.hot is not None
         return entry.hot
 
     def _begin(self, entry: Entry, keep: Sequence[Entry], *, demand: bool) -> _Fetch | None:
         """Makes room for a hot copy and sends for its bytes. None if there is no room and it isn't demanded."""
-        if entry.resident:
-            fetch = self._begin_resident(entry)
-        else:
-            fetch = None
-        if fetch is None:
-            region = self._room(entry, keep) if demand else self._free_region(entry.nbytes, keep)
-            if region is None:
-                return None
-            fetch = _Fetch(entry, self._arena_tensor(region, entry), region[1], None)
-            del region
-        entry.fetch = fetch
-        if entry.nbytes > self._inline_bytes:
+        fetch = self._make_fetch(entry, keep, demand=demand)
+        if fetch is not None:
+            entry.fetch = fetch
             fetch.job = _job(self, fetch)
             if not self.readers.submit(fetch.job, urgent=demand):
                 fetch.job = None
         return fetch
 
-    def _begin_resident(self, entry: Entry) -> _Fetch | None:
+    def _make_fetch(self, entry: Entry, keep: Sequence[Entry], *, demand: bool) -> _Fetch | None:
+        fetch = self._resident_fetch(entry) if entry.resident else None
+        if fetch is None:
+            found = self._room(entry, keep) if demand else self._free_region(entry.nbytes, keep)
+            if found is None:
+                return None
+            arena, region = found
+            with normal_mode():
+                fetch = _Fetch(entry, arena.tensor(region, entry.layout), region, None)
+        return fetch
+
+    def _resident_fetch(self, entry: Entry) -> _Fetch | None:
         """Memory of its own for a resident weight. Where that isn't to be had the weight is streamed from now on."""
         reservation = None
         try:
             reservation = self.ledger.reserve("device", "resident", entry.nbytes, entry.name)
-            hot = entry.layout.over(self.engine.allocate(entry.nbytes).untyped_storage())
+            with normal_mode():
+                hot = entry.layout.over(self.engine.allocate(entry.nbytes).untyped_storage())
         except (RuntimeError, MemoryError, BudgetError) as error:
             if reservation is not None:
                 reservation.release()
@@ -377,31 +407,43 @@ class WeightCache:
             return None
         return _Fetch(entry, hot, None, reservation)
 
-    def _arena_tensor(self, region: tuple[Arena, Region], entry: Entry) -> torch.Tensor:
-        with torch.inference_mode(False):
-            return region[0].tensor(region[1], entry.layout)
+    def _read_now(self, entry: Entry, keep: Sequence[Entry]) -> None:
+        """Reads a small weight under the lock: that is over before another thread could be asked to."""
+        fetch = self._make_fetch(entry, keep, demand=True)
+        assert fetch is not None
+        with self._buffer_lock:
+            ready, error = self._fill(fetch, self._own_buffer)
+        self._arrive(fetch, ready, error)
+        if error is not None:
+            raise error.with_traceback(None)
 
-    def _run_here(self, fetch: _Fetch) -> None:
+    def _read_unlocked(self, fetch: _Fetch) -> None:
         """Reads on this thread, without the lock, so that other threads go on."""
         self._lock.release()
         try:
             with self._buffer_lock:
-                self._fill(fetch, self._own_buffer)
+                ready, error = self._fill(fetch, self._own_buffer)
         finally:
             self._lock.acquire()
+        if not fetch.done:
+            self._arrive(fetch, ready, error)
 
-    def _fill(self, fetch: _Fetch, buffer: ReadBuffer) -> None:
-        """Fills a hot copy and says so. Never raises: what went wrong is told to whoever waits for the weight."""
-        ready, error = None, None
-        try:
-            if not fetch.done:
-                assert fetch.hot is not None
-                ready = self.engine.fill(fetch.entry, fetch.hot, buffer, self.readers.stopping)
-        except BaseException as caught:
-            error = caught
+    def _read_ahead(self, fetch: _Fetch, buffer: ReadBuffer) -> None:
+        """What a reader does."""
+        ready, error = self._fill(fetch, buffer)
         with self._lock:
             if not fetch.done:
                 self._arrive(fetch, ready, error)
+
+    def _fill(self, fetch: _Fetch, buffer: ReadBuffer) -> tuple[Any, BaseException | None]:
+        """Fills a hot copy. Never raises: what went wrong is told to whoever waits for the weight."""
+        hot = fetch.hot
+        if hot is None or fetch.done:
+            return None, None
+        try:
+            return self.engine.fill(fetch.entry, hot, buffer, self.readers.stopping), None
+        except BaseException as error:
+            return None, error
 
     def _arrive(self, fetch: _Fetch, ready: Any, error: BaseException | None) -> None:
         entry = fetch.entry
@@ -442,7 +484,7 @@ class WeightCache:
             if entry.hot is not None:
                 entry.planned = True
             elif entry.fetch is None:
-                if entry.nbytes <= self._inline_bytes:
+                if entry.small:
                     continue
                 if self._begin(entry, keep, demand=False) is None:
                     return
@@ -635,6 +677,6 @@ def _was_edited(entry: Entry) -> bool:
 
 def _job(cache: WeightCache, fetch: _Fetch) -> Callable[[ReadBuffer], None]:
     def read(buffer: ReadBuffer) -> None:
-        cache._fill(fetch, buffer)
+        cache._read_ahead(fetch, buffer)
 
     return read

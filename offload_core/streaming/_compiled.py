@@ -66,7 +66,7 @@ def _backends(compiled: Any) -> Iterator[Any]:
 
 
 class PlainWeights:
-    """Stands before a compiled call: swaps the block's streamed weights for their hot tensors, and back, however it ends.
+    """Stands before a compiled call: swaps the block's streamed weights for hot tensors, and back, however it ends.
 
     Calls from several threads share one swap.
     """
@@ -75,7 +75,7 @@ class PlainWeights:
         self.run, self.weights = run, weights
         self._lock = threading.Lock()
         self._inside = 0
-        self._away: list[tuple[nn.Module, str, StreamedWeight]] = []
+        self._away: list[tuple[nn.Module, str, Any]] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._enter()
@@ -91,8 +91,9 @@ class PlainWeights:
             self._inside += 1
 
     def _swap(self) -> None:
-        places = [(owner, key, owner._parameters.get(key)) for ref, key in self.weights if (owner := ref()) is not None]
-        streamed = [(owner, key, weight) for owner, key, weight in places if isinstance(weight, StreamedWeight)]
+        owners = [(owner, key) for ref, key in self.weights if (owner := ref()) is not None]
+        places: list[tuple[nn.Module, str, Any]] = [(owner, key, owner._parameters.get(key)) for owner, key in owners]
+        streamed = [place for place in places if isinstance(place[2], StreamedWeight)]
         entries: list[Entry] = list(dict.fromkeys(weight._entry for _, _, weight in streamed))
         hot = hot_tensors(entries)
         plain = {entry: nn.Parameter(tensor, requires_grad=False) for entry, tensor in hot.items()}

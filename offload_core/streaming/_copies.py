@@ -9,7 +9,7 @@ import torch
 
 from ..file_reader import ReadBuffer
 from ._masters import Master, Stop
-from ._shape import as_bytes, flat
+from ._shape import as_bytes, flat, normal_mode
 from ._weight import Entry
 
 
@@ -71,13 +71,13 @@ class CpuCopies:
         self.device = torch.device("cpu")
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        with torch.inference_mode(False):
+        with normal_mode():
             return torch.empty(nbytes, dtype=torch.uint8)
 
     def fill(self, entry: Entry, hot: torch.Tensor, buffer: ReadBuffer, stop: Stop) -> None:
         master = entry.master
         assert master is not None
-        with torch.inference_mode(False):
+        with normal_mode():
             if entry.casts:
                 cast_into(flat(hot), master, entry.casts, buffer, stop)
             else:

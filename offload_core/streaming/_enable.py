@@ -46,7 +46,7 @@ class StreamReport:
 
 
 class Offload:
-    """A module under offload. `module` is used as ever; `release` gives it back as it was, with the edits made to it."""
+    """A module under offload. `module` is used as ever; `release` gives it back as it was, with its edits."""
 
     def __init__(self, module: nn.Module, managed: Managed) -> None:
         self.module = module

@@ -285,7 +285,7 @@ class Managed:
             part.replacement = nn.Parameter(weight, requires_grad=False)
 
     def _plan_host(self, parts: list[_Part]) -> None:
-        """Which streamed weights stay in pinned memory, spread evenly; the others are read from their files each time."""
+        """Which streamed weights stay in pinned memory, spread evenly; the others are read anew each time."""
         streamed = [
             entry
             for part in parts
@@ -462,7 +462,7 @@ class Managed:
         return now is part.replacement or isinstance(now, StreamedWeight) or part.item.kind == "buffer"
 
     def _keep_plain_edits(self, part: _Part) -> None:
-        """A plain tensor may have been changed in ways that nothing reports: its bytes are compared with the master's."""
+        """A plain tensor may have been changed in ways that nothing reports: its bytes are compared."""
         if not part.plain or part.rule.rule != "plain" or not part.entries:
             return
         entry, now = part.entries[0], part.places[0].get()
@@ -510,7 +510,7 @@ def _owners(part: _Part) -> Iterable[tuple[weakref.ref[nn.Module], str]]:
 
 
 def _is_recurrent(item: Item) -> bool:
-    """Whether a weight belongs to an LSTM or GRU, which keeps a second list of its weights and hands out their memory."""
+    """Whether a weight belongs to an LSTM or GRU, which keeps its weights in a second list, too."""
     return any(isinstance(owner, nn.RNNBase) for owner, _ in item.places)
 
 

@@ -30,6 +30,8 @@ class AccessOrder(Generic[Key]):
         """Adds a guess, as if it had been seen: the order of registration, or of a trace."""
         for key in guess:
             self._append(key)
+            if len(self._log) > _LONGEST:
+                self._forget_half()
         self._place = -1
 
     def note(self, key: Key) -> bool:

@@ -31,7 +31,7 @@ class StreamPlan:
 
     resident: names of large weights that stay hot once they were used; everything else large passes through the ring.
     whole: everything is resident, there is nothing to stream. small_bytes: weights and buffers that are never
-    offloaded. lookup_bytes: tables whose rows are read from where they are. available_bytes: what the plan was made for.
+    offloaded. lookup_bytes: tables whose rows are read where they are. available_bytes: what the plan was made for.
     """
 
     whole: bool
@@ -88,8 +88,8 @@ def make_plan(
         needed = min(largest + align, total)
         if needed > room:
             raise BudgetError(
-                f"The budget of {device} leaves {human_bytes(max(available, 0))} for the weights of {name}, which need at "
-                f"least {at_least(small_bytes + needed)}: {human_bytes(small_bytes)} of small ones that stay, and "
+                f"The budget of {device} leaves {human_bytes(max(available, 0))} for the weights of {name}, which need "
+                f"at least {at_least(small_bytes + needed)}: {human_bytes(small_bytes)} of small ones that stay, and "
                 f"{human_bytes(needed)} for the largest operator. Raise device_memory by "
                 f"{at_least(small_bytes + needed - available)} or more."
             )
@@ -97,8 +97,8 @@ def make_plan(
         ring = max(largest, min(2 * largest, room // 2))
     elif room < 0:
         raise BudgetError(
-            f"The budget of {device} leaves {human_bytes(max(available, 0))} for the small weights of {name}, which take "
-            f"{human_bytes(small_bytes)} and stay. Raise device_memory by {at_least(-room)} or more."
+            f"The budget of {device} leaves {human_bytes(max(available, 0))} for the small weights of {name}, which "
+            f"take {human_bytes(small_bytes)} and stay. Raise device_memory by {at_least(-room)} or more."
         )
     resident = spread(rest, room - ring)
     kept = sum(size.nbytes for size in rest if size.name in resident)
@@ -117,8 +117,8 @@ def largest_group(sizes: Sequence[WeightSize], align: int = 1) -> int:
 def spread(sizes: Sequence[WeightSize], room: int) -> frozenset[str]:
     """Weights of up to `room` bytes, spread evenly over the order.
 
-    They are asked in one order, whatever the room: the middle one, the quarters, the eighths, and so on; each stays that
-    still fits. So a larger room never keeps fewer bytes: the first weight that it alone takes fills it to the brim.
+    They are asked in one order, whatever the room: the middle one, the quarters, the eighths, and so on; each stays
+    that still fits. So a larger room never keeps fewer bytes: the first weight that it alone takes fills it to the brim.
     """
     bits = max(len(sizes) - 1, 1).bit_length()
     chosen: set[str] = set()

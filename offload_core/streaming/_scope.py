@@ -109,7 +109,7 @@ class OffloadScope:
         return nbytes > spare // 2
 
     def close(self) -> int:
-        """Releases every module, joins the readers, frees everything. Returns bytes that somebody outside still holds."""
+        """Releases every module, joins the readers, frees everything. Returns bytes that somebody still holds."""
         for ref in list(self._managed):
             managed = ref()
             if managed is not None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -42,6 +44,11 @@ class Layout:
     def over(self, storage: torch.UntypedStorage) -> torch.Tensor:
         """A tensor of this layout at the start of `storage`."""
         return torch.empty(0, dtype=self.dtype, device=storage.device).set_(storage, 0, self.shape, self.stride)
+
+
+def normal_mode() -> Any:
+    """A scope in which tensors are made as outside of inference mode; they are used in both."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext()
 
 
 def is_dense(tensor: torch.Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""`StreamedWeight`: a weight that has shape, dtype and execution device, and brings its bytes when an operator needs them.
+"""`StreamedWeight`: a weight with shape, dtype and execution device that brings its bytes when an operator needs them.
 
 It is a wrapper tensor without storage. Every operator on it arrives in `__torch_dispatch__`, which hands the operator
 the hot tensor from the weight cache. So every entry point works, not only `forward`: methods, borrowed children, tied
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from ..errors import ColdWeightError, ManagedModuleError
-from ._shape import Layout
+from ._shape import Layout, normal_mode
 
 if TYPE_CHECKING:
     from ._cache import WeightCache
@@ -33,6 +33,7 @@ class Entry:
 
     __slots__ = (
         "_cache",
+        "_layout",
         "casts",
         "fast",
         "fetch",
@@ -40,10 +41,10 @@ class Entry:
         "host",
         "hot",
         "keep_on_host",
-        "layout",
         "lookup_only",
         "master",
         "names",
+        "nbytes",
         "owner",
         "pinned",
         "planned",
@@ -52,6 +53,7 @@ class Entry:
         "reservation",
         "resident",
         "seen",
+        "small",
         "wrappers",
     )
 
@@ -67,7 +69,7 @@ class Entry:
     ) -> None:
         self.names, self.layout, self.master, self.casts, self.owner = names, layout, master, casts, owner
         self.cache = cache
-        self.resident = self.lookup_only = self.planned = self.keep_on_host = False
+        self.resident = self.lookup_only = self.planned = self.keep_on_host = self.small = False
         self.pinned = 0
         self.hot: torch.Tensor | None = None
         self.fast: torch.Tensor | None = None
@@ -94,9 +96,13 @@ class Entry:
         return f"{self.owner}.{self.names[0]}" if self.owner else self.names[0]
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of the hot copy."""
-        return self.layout.nbytes
+    def layout(self) -> Layout:
+        """Of the hot copy."""
+        return self._layout
+
+    @layout.setter
+    def layout(self, layout: Layout) -> None:
+        self._layout, self.nbytes = layout, layout.nbytes
 
     def cold_error(self) -> ColdWeightError:
         return ColdWeightError(
@@ -111,7 +117,7 @@ class Entry:
         cache = self.cache
         if cache is None:
             raise self.cold_error()
-        return cache.acquire([self])[0]
+        return cache.acquire_one(self)
 
 
 class StreamedWeight(torch.Tensor):
@@ -123,7 +129,7 @@ class StreamedWeight(torch.Tensor):
     @staticmethod
     def __new__(cls, entry: Entry, device: torch.device) -> StreamedWeight:
         layout = entry.layout
-        with torch.inference_mode(False):
+        with normal_mode():
             weight: StreamedWeight = torch.Tensor._make_wrapper_subclass(
                 cls,
                 layout.shape,
@@ -143,22 +149,20 @@ class StreamedWeight(torch.Tensor):
         special = _SPECIAL.get(func)
         if special is not None:
             return special(func, args, kwargs or {})
-        hot = None
-        for value in args:
-            if isinstance(value, StreamedWeight):
-                hot = value._entry.fast
-                break
-        if hot is None or kwargs or func._schema.is_mutable:
+        if kwargs or func._schema.is_mutable:
             return _run(func, args, kwargs or {})
-        call = []
-        for value in args:
+        call, missing = list(args), -1
+        for index, value in enumerate(args):
             if isinstance(value, StreamedWeight):
-                value = value._entry.fast
-                if value is None:
-                    return _run(func, args, {})
+                call[index] = value._entry.fast
+                if call[index] is None:
+                    if missing >= 0:
+                        return _run(func, args, {})
+                    missing = index
             elif type(value) is list:
                 return _run(func, args, {})
-            call.append(value)
+        if missing >= 0:  # one weight that isn't resident: no others have to be acquired with it
+            call[missing] = args[missing]._entry.hot_tensor()
         return func(*call)
 
     # --- what dispatch doesn't see -------------------------------------------------------------------------------
