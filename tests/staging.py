@@ -60,7 +60,12 @@ def job(name: str, *, guided: bool, images: int = 1) -> dict[str, Any]:
 
 
 def one_shot(
-    path: Path, *, dtype: torch.dtype, seed: int, cls: type[DiffusionPipeline] = DiffusionPipeline, **call: Any
+    path: Path,
+    *,
+    dtype: torch.dtype,
+    seed: int,
+    cls: type[DiffusionPipeline] = DiffusionPipeline,
+    **call: Any,
 ) -> tuple[torch.Tensor, dict[str, int]]:
     """The plain pipeline, whole: its pictures, and how often each component ran."""
     pipeline = cls.from_pretrained(path, dtype=dtype)

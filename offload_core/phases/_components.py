@@ -107,6 +107,7 @@ class Component:
                 dtype_of=self._casts,
                 restore=False,
                 plain_if_whole=True,
+                keep_grad=True,  # see _from_files
             )
             if self.after_load is not None:
                 self.after_load(self.module)

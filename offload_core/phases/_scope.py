@@ -76,7 +76,7 @@ class Phase:
         """After the device ran out of memory: weights that were resident are streamed. False if there are none."""
         if component.managed is None:
             return False
-        gone = component.managed.stream_more()
+        gone = component.managed.stream_more(component.managed.resident_bytes // 2)
         empty_cache(self.device)
         if gone:
             self.notes.append(
@@ -194,6 +194,8 @@ class OpenPhase(contextlib.AbstractContextManager[Phase]):
             reset_peak(phase.device)
             self._modes.enter_context(torch.inference_mode(False))
             self._modes.enter_context(torch.no_grad())
+            self._modes.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
+            torch.set_autocast_cache_enabled(False)  # it would keep a second copy of every weight that requires grad
             phase.build(self.ports, self.owned)
         except BaseException as error:
             self._leave(error)

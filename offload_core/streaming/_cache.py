@@ -287,30 +287,13 @@ class WeightCache:
             if not torch.equal(as_bytes(values), as_bytes(now).cpu()):
                 become(entry, writable_master(entry) or self._private.master(entry.layout, entry.name), now)
 
-    def shrink(self, share: float = 0.5) -> int:
-        """Turns a share of the resident bytes into streamed ones and drops their copies. Returns the bytes."""
-        self.engine.drain()
+    def stream(self, entry: Entry) -> None:
+        """Drops a resident copy: from now on the weight passes through the ring."""
         with self._lock:
-            residents = [entry for entry in self._entries if entry.resident and not entry.pinned]
-            total, gone = sum(entry.nbytes for entry in residents), 0
-            for entry in sorted(residents, key=lambda entry: entry.nbytes, reverse=True):
-                if gone >= total * share or entry.nbytes > self.largest_arena:
-                    continue
-                self._settle(entry)
-                self._adopt(entry)
-                entry.resident = False
-                gone += entry.nbytes
-                self._drop(entry)
-            self._reclaim()
-        return gone
-
-    def let_go(self) -> None:
-        """Drops the hot copies in the ring: nothing is being computed."""
-        with self._lock:
-            for entry in list(self._ring_hot):
-                self._adopt(entry)
-                self._drop(entry)
-            self._spent.clear()
+            self._settle(entry)
+            self._adopt(entry)
+            entry.resident = False
+            self._drop(entry)
             self._reclaim()
 
     # --- under the lock ------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -15,26 +16,38 @@ class ApplyGuard:
     """Stands in for a managed module's `_apply`, through which `.to()`, `.half()`, `.cuda()`, `.share_memory()` go.
 
     A change of dtype is carried out without loading anything; a move is refused. It is told apart by what the function
-    does to two empty probes.
+    does to empty probes of two dtypes and to one of a picture's shape. module: what the calls give back.
     """
 
-    def __init__(self, name: str, device: torch.device, recast: Callable[[torch.dtype], None]) -> None:
-        self.name, self.device, self.recast = name, device, recast
+    def __init__(
+        self,
+        name: str,
+        device: torch.device,
+        recast: Callable[[torch.dtype], None],
+        module: weakref.ref[nn.Module] | None = None,
+    ) -> None:
+        self.name, self.device, self.recast, self.module = name, device, recast, module
 
-    def __call__(self, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> None:
-        probe = _Probe.on(self.device, (0,))
-        image = _Probe.on(self.device, (1, 2, 1, 2))
+    def __call__(self, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module | None:
+        module = self.module() if self.module is not None else None
+        probes = [_Probe.on(self.device, (0,), dtype) for dtype in (torch.float32, torch.float16)]
+        image = _Probe.on(self.device, (1, 2, 1, 2), torch.float32)
         try:
-            result, picture = function(probe), function(image)
+            results, picture = [function(probe) for probe in probes], function(image)
         except _SharedMemoryAsked:
             self._refuse("put into shared memory")
-        if result is probe and picture.stride() == image.stride():
-            return
-        if result.device != self.device:
-            self._refuse(f"moved to {result.device}")
-        if result.dtype == probe.dtype or picture.stride() != image.stride():
+        for result in results:
+            if result.device != self.device:
+                self._refuse(f"moved to {result.device}")
+        if picture.stride() != image.stride():
             self._refuse("changed as a whole in this way")
-        self.recast(result.dtype)
+        if all(result is probe for result, probe in zip(results, probes, strict=True)):
+            return module
+        dtypes = {result.dtype for result in results}
+        if len(dtypes) > 1:
+            self._refuse("changed as a whole in this way")
+        self.recast(dtypes.pop())
+        return module
 
     def _refuse(self, what: str) -> NoReturn:
         raise ManagedModuleError(
@@ -51,9 +64,9 @@ class _Probe(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def on(device: torch.device, shape: tuple[int, ...]) -> _Probe:
+    def on(device: torch.device, shape: tuple[int, ...], dtype: torch.dtype) -> _Probe:
         with torch.inference_mode(False):
-            return torch.empty(shape, device=device, dtype=torch.float32).as_subclass(_Probe)
+            return torch.empty(shape, device=device, dtype=dtype).as_subclass(_Probe)
 
     def share_memory_(self) -> Any:
         raise _SharedMemoryAsked

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 
 from ..errors import ManagedModuleError
-from ..file_backing import read_mappings
+from ..file_backing import FileMapping, read_mappings
 from ..inventory import Item, take_inventory
 from ..ledger import Reservation
 from ._accelerator import link_bytes
@@ -82,6 +83,10 @@ class _Part:
         return self.item.names[0]
 
     @property
+    def is_resident(self) -> bool:
+        return self.plain or any(entry.resident for entry in self.entries)
+
+    @property
     def nbytes(self) -> int:
         return sum(entry.nbytes for entry in self.entries) if self.entries else self.item.nbytes
 
@@ -92,6 +97,7 @@ class Managed:
     def __init__(self, scope: OffloadScope, name: str) -> None:
         self.scope, self.name = scope, name
         self.plan: StreamPlan
+        self._keep_grad = False
         self.attributes: dict[str, tuple[str, ...]] = {}
         self._parts: list[_Part] = []
         self._guarded: list[weakref.ref[nn.Module]] = []
@@ -109,14 +115,18 @@ class Managed:
         *,
         restore: bool,
         plain_if_whole: bool,
+        keep_grad: bool,
     ) -> None:
         """Takes `module` over. Nothing of it has changed if this raises.
 
         restore: keep what `release` needs to give the module back as it was. plain_if_whole: if everything fits, the
-        module gets ordinary tensors and no wrappers.
+        module gets ordinary tensors and no wrappers. keep_grad: weights require grad if they did before, else none does.
         """
         check_free(module, self.name)
-        inventory = take_inventory(module, _mapped_files() if files is None else files)
+        self._keep_grad = keep_grad
+        mappings = read_mappings()
+        found = _mapped_files(mappings) if files is None else files
+        inventory = take_inventory(module, found, mappings=lambda: mappings)
         self.attributes = inventory.attributes
         items = [item for item in inventory.items if not self._is_absent(item)]
         rules = [classify(item.tensor, f"{self.name}.{item.names[0]}") for item in items]
@@ -206,11 +216,13 @@ class Managed:
                 entry.group, entry.lookup_only = group, lookup
                 sizes.append(WeightSize(entry.names[0], entry.nbytes, group, lookup))
         small_bytes = sum(part.nbytes for part in small)
+        self.scope.make_room(small_bytes + sum(size.nbytes for size in sizes))
         self.plan = make_plan(
             sizes,
             available=self.scope.available(),
             small_bytes=small_bytes,
             ring_there=self.scope.cache.largest_arena,
+            ring_for_others=self.scope.largest_bytes,
             align=self.scope.engine.align,
             name=self.name,
             device=str(self.scope.device),
@@ -265,8 +277,7 @@ class Managed:
         assert tensor is not None
         if part.item.kind == "buffer":
             return tensor
-        wants_grad = part.item.tensor.requires_grad and self.plan.whole
-        return nn.Parameter(tensor, requires_grad=wants_grad)
+        return nn.Parameter(tensor, requires_grad=self._keep_grad and part.item.tensor.requires_grad)
 
     def _give_masters(self, part: _Part) -> None:
         if part.rule.rule == "inner":
@@ -282,7 +293,8 @@ class Managed:
             part.replacement = StreamedClass.make(part.shell, part.rule, part.entries, part.name, self.scope.device)
         else:
             weight = StreamedWeight(part.entries[0], self.scope.device)
-            part.replacement = nn.Parameter(weight, requires_grad=False)
+            wants_grad = self._keep_grad and part.item.tensor.requires_grad
+            part.replacement = nn.Parameter(weight, requires_grad=wants_grad)
 
     def _plan_host(self, parts: list[_Part]) -> None:
         """Which streamed weights stay in pinned memory, spread evenly; the others are read anew each time."""
@@ -303,8 +315,7 @@ class Managed:
     def _exchange(self, module: nn.Module) -> None:
         """Puts everything in place. Only assignments: it can't stop half-way."""
         cache = self.scope.cache
-        streamed = [entry for part in self._parts if not part.plain for entry in part.entries]
-        if streamed and self.plan.ring_bytes > 0:
+        if self.plan.ring_bytes > 0:
             cache.add_arena(self.plan.ring_bytes)
         cache.add(entry for part in self._parts for entry in part.entries)
         for part in self._parts:
@@ -364,32 +375,43 @@ class Managed:
         if nbytes:
             self._extra.append(self.scope.ledger.reserve("device", "adapters", nbytes, self.name))
 
-    def stream_more(self, share: float = 0.5) -> int:
-        """Gives back a share of the resident bytes: those weights are streamed from now on. Returns the bytes.
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes that `stream_more` could give back."""
+        return sum(part.nbytes for part in self._parts if self._could_stream(part) and part.is_resident)
 
-        For after the device ran out of memory. Nothing may be computing with the weights.
+    @property
+    def largest_bytes(self) -> int:
+        """Bytes of the ring that this module's streamed weights need at least."""
+        groups: Counter[str] = Counter()
+        for part in self._parts:
+            if self._could_stream(part) and not part.entries[0].lookup_only and not part.is_resident:
+                groups[part.entries[0].group or part.name] += part.nbytes
+        return max(groups.values(), default=0)
+
+    def stream_more(self, nbytes: int) -> int:
+        """Gives back at least `nbytes` of resident weights, as far as there are: they are streamed from now on.
+
+        Returns the bytes. The ring grows when it has to. Nothing may be computing with the weights.
         """
         self.scope.engine.drain()
-        large = [part for part in self._parts if part.plain and self._could_stream(part)]
-        total, gone, chosen = sum(part.nbytes for part in large), 0, []
-        for part in sorted(large, key=lambda part: part.nbytes, reverse=True):
-            if gone < total * share:
-                chosen.append(part)
-                gone += part.nbytes
-        for part in chosen:
-            self._keep_plain_edits(part)
+        gone = 0
+        resident = [part for part in self._parts if self._could_stream(part) and part.is_resident]
+        for part in sorted(resident, key=lambda part: part.nbytes, reverse=True):
+            if gone >= nbytes:
+                break
+            gone += part.nbytes
             entry = part.entries[0]
-            entry.resident = part.plain = False
-            part.replacement = nn.Parameter(StreamedWeight(entry, self.scope.device), requires_grad=False)
-            for place in part.places:
-                place.put(part.replacement)
-            self.scope.cache.spoil(entry)
-        if chosen:
-            largest = max(part.nbytes for part in chosen)
-            if largest > self.scope.cache.largest_arena:
-                self.scope.cache.add_arena(largest)
-            self.scope.cache.order.expect(part.entries[0] for part in self._parts if part in chosen)
-        return gone + self.scope.cache.shrink(share)
+            if part.plain:
+                self._keep_plain_edits(part)
+                part.plain = False
+                wants_grad = part.replacement.requires_grad
+                part.replacement = nn.Parameter(StreamedWeight(entry, self.scope.device), requires_grad=wants_grad)
+                for place in part.places:
+                    place.put(part.replacement)
+                self.scope.cache.order.expect([entry])
+            self.scope.cache.stream(entry)
+        return gone
 
     def _could_stream(self, part: _Part) -> bool:
         is_weight = part.item.kind == "parameter" and part.rule.rule == "plain" and len(part.entries) == 1
@@ -499,9 +521,9 @@ class Managed:
                     entry.master.close()
 
 
-def _mapped_files() -> list[Path]:
+def _mapped_files(mappings: list[FileMapping] | None) -> list[Path]:
     """The safetensors files that this process has mapped, where the system tells."""
-    paths = {mapping.path for mapping in read_mappings() or () if mapping.path}
+    paths = {mapping.path for mapping in mappings or () if mapping.path}
     return sorted(Path(path) for path in paths if path.endswith(".safetensors"))
 
 

@@ -56,13 +56,15 @@ def make_plan(
     available: int,
     small_bytes: int = 0,
     ring_there: int = 0,
+    ring_for_others: int = 0,
     align: int = 64,
     name: str = "the module",
     device: str = "the device",
 ) -> StreamPlan:
     """A plan for weights `sizes` in `available` bytes, of which `small_bytes` go to what is never offloaded.
 
-    ring_there: bytes of a ring that exists already and isn't part of `available`. align: bytes that hot copies in the
+    ring_there: bytes of a ring that exists already and isn't part of `available`. ring_for_others: what other modules
+    need of the ring. align: bytes that hot copies in the
     ring are aligned to; the ring itself takes so many more.
 
     Every weight is used once a pass, so which ones are resident doesn't matter for the bytes that are streamed, but
@@ -73,19 +75,21 @@ def make_plan(
     """
     room = available - small_bytes
     total = sum(size.nbytes for size in sizes)
-    if total <= room:
+    ring = ring_for_others if ring_for_others > ring_there else 0
+    ring_total = ring + align if ring else 0
+    if total + ring_total <= room:
         names = frozenset(size.name for size in sizes)
-        return StreamPlan(True, names, total, 0, 0, 0, small_bytes, available)
+        return StreamPlan(True, names, total, 0, 0, ring, small_bytes, available)
     lookup = sum(size.nbytes for size in sizes if size.lookup_only)
     rest = [size for size in sizes if not size.lookup_only]
     total -= lookup
-    if total <= room:
+    if total + ring_total <= room:
         names = frozenset(size.name for size in rest)
-        return StreamPlan(False, names, total, 0, lookup, 0, small_bytes, available)
-    largest = largest_group(rest, align)
+        return StreamPlan(False, names, total, 0, lookup, ring, small_bytes, available)
+    largest = max(largest_group(rest, align), ring_for_others)
     ring = 0
     if ring_there < largest:
-        needed = min(largest + align, total)
+        needed = min(largest + align, total + ring_total)
         if needed > room:
             raise BudgetError(
                 f"The budget of {device} leaves {human_bytes(max(available, 0))} for the weights of {name}, which need "
@@ -118,7 +122,7 @@ def spread(sizes: Sequence[WeightSize], room: int) -> frozenset[str]:
     """Weights of up to `room` bytes, spread evenly over the order.
 
     They are asked in one order, whatever the room: the middle one, the quarters, the eighths, and so on; each stays
-    that still fits. So a larger room never keeps fewer bytes: the first weight that it alone takes fills it to the brim.
+    that still fits. So a larger room never keeps fewer bytes: the first weight it alone takes fills it up.
     """
     bits = max(len(sizes) - 1, 1).bit_length()
     chosen: set[str] = set()

@@ -25,6 +25,7 @@ from ._readers import Readers
 log = logging.getLogger(__name__)
 
 _LARGEST_CHUNK, _SMALLEST_CHUNK = 4 << 20, 64 << 10
+_STAGING_BYTES = 64 << 20
 
 
 class OffloadScope:
@@ -69,10 +70,11 @@ class OffloadScope:
         dtype_of: DtypeRule | None = None,
         restore: bool = True,
         plain_if_whole: bool = False,
+        keep_grad: bool = False,
     ) -> Managed:
         """Takes a module under offload. Raises BudgetError, ManagedModuleError or ModelError; nothing changed then."""
         managed = Managed(self, name)
-        managed.attach(module, files, dtype_of, restore=restore, plain_if_whole=plain_if_whole)
+        managed.attach(module, files, dtype_of, restore=restore, plain_if_whole=plain_if_whole, keep_grad=keep_grad)
         self._managed.append(weakref.ref(managed))
         return managed
 
@@ -83,11 +85,25 @@ class OffloadScope:
         """Bytes of device memory that a further module could get: what is free and not promised to residents."""
         return self.ledger.free("device") - self.cache.promised_bytes
 
+    def make_room(self, nbytes: int) -> None:
+        """Makes up to `nbytes` available by streaming weights of modules that were attached before and wait now."""
+        for managed in self._alive():
+            missing = nbytes - self.available()
+            if missing > 0:
+                managed.stream_more(missing)
+
+    @property
+    def largest_bytes(self) -> int:
+        """Bytes of the ring that the hungriest operator of any attached module needs."""
+        return max((managed.largest_bytes for managed in self._alive()), default=0)
+
+    def _alive(self) -> list[Managed]:
+        return [managed for ref in self._managed if (managed := ref()) is not None]
+
     @property
     def promised_host_bytes(self) -> int:
         """Bytes of weights that will stay in pinned memory and aren't there yet."""
-        managed = [ref() for ref in self._managed]
-        entries = [entry for each in managed if each is not None for entry in each.entries]
+        entries = [entry for managed in self._alive() for entry in managed.entries]
         return sum(link_bytes(entry) for entry in entries if entry.keep_on_host and entry.host is None)
 
     def file(self, path: Path) -> WeightFile:
@@ -110,10 +126,8 @@ class OffloadScope:
 
     def close(self) -> int:
         """Releases every module, joins the readers, frees everything. Returns bytes that somebody still holds."""
-        for ref in list(self._managed):
-            managed = ref()
-            if managed is not None:
-                managed.release(restore=False)
+        for managed in self._alive():
+            managed.release(restore=False)
         held = self.cache.close()
         self._end.detach()
         for file in self._files.values():
@@ -141,6 +155,9 @@ class OffloadScope:
         device_budget = parse_budget(
             settings.device_memory, free=memory.free, total=memory.total, auto=auto, name="device_memory"
         )
+        if on_cpu and settings.host_memory == "auto":
+            # Hot weights are in RAM, too: what the user allows for them isn't taken back by a cautious guess.
+            host_budget = max(host_budget, min(device_budget + _STAGING_BYTES, host.free))
         return Ledger(device=device_budget, host=host_budget, shared=on_cpu), memory, host
 
     def _engine(self, chunk_bytes: int) -> CopyEngine:

@@ -140,7 +140,7 @@ class StreamedWeight(torch.Tensor):
             )
         torch._C._set_throw_on_mutable_data_ptr(weight)
         weight._entry = entry
-        entry.wrappers = [ref for ref in entry.wrappers if ref() is not None]
+        entry.wrappers = list({id(ref): ref for ref in entry.wrappers if ref() is not None}.values())
         entry.wrappers.append(weakref.ref(weight))
         return weight
 
@@ -304,6 +304,8 @@ def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Str
 
 def _run_write(func: Any, args: Sequence[Any], kwargs: dict[str, Any], written: list[StreamedWeight]) -> Any:
     """An operator that writes to weights: their masters become private and get the new values, or nothing changes."""
+    if torch.Tag.inplace_view in func.tags or func in _RESIZING:
+        written[0]._refuse(func._schema.name.removeprefix("aten::"))
     entries = list(dict.fromkeys(_entries((*args, *kwargs.values()))))
     targets = list(dict.fromkeys(weight._entry for weight in written))
     hot = hot_tensors(entries)
@@ -329,13 +331,14 @@ def _refuse_meta(func: Any, kwargs: dict[str, Any], entries: list[Entry]) -> Non
 
 
 def assign(weight: StreamedWeight, value: torch.Tensor) -> None:
-    """What `weight.data = value` does: the weight gets a new private master, its old one is left as it is."""
+    """What `weight.data = value` does: the weight gets a new private master. Its old one is let go with its last alias
+    that is here now; one that lies in a file or in the module's own tensor is left as it is."""
+    old = weight._entry
     if isinstance(value, StreamedWeight):
-        if value._entry is weight._entry:
+        if value._entry is old:
             return
         entry = value._entry
     else:
-        old = weight._entry
         cache = old.cache
         if cache is None:
             raise old.cold_error()
@@ -344,6 +347,18 @@ def assign(weight: StreamedWeight, value: torch.Tensor) -> None:
     torch.Tensor.data.__set__(weight, shell)  # type: ignore[attr-defined]
     weight._entry = entry
     entry.wrappers.append(weakref.ref(weight))
+    old.wrappers = [ref for ref in old.wrappers if ref() is not None and ref() is not weight]
+    if not old.wrappers:
+        _let_go(old)
+
+
+def _let_go(entry: Entry) -> None:
+    """Frees a private master that no weight has any more."""
+    cache, reservation = entry.cache, getattr(entry.master, "reservation", None)
+    if cache is not None and reservation is not None and reservation.kind == "private":
+        cache.release([entry])
+        reservation.release()
+        entry.master = None
 
 
 def _alias(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -397,6 +412,8 @@ def _set_operator(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any
     return None
 
 
+# They change the form of the tensor they are called on. A hot copy's form would change, and the weight's would not.
+_RESIZING = {aten.resize_.default, aten.resize_as_.default}
 _Handler = Callable[[Any, Sequence[Any], dict[str, Any]], Any]
 _SPECIAL: dict[Any, _Handler] = {
     aten.detach.default: _alias,
