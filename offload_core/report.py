@@ -13,9 +13,10 @@ class PhaseReport:
 
     wall_s: seconds from opening the phase to everything given back; load_s: seconds of it spent loading weights.
     weight_bytes: bytes of all weights that ran, summed over components; bytes_read: bytes taken from weight files,
-    again in every pass where weights are streamed. device_peak_bytes: peak allocated on the execution device (0 on CPU, where
-    host_peak_bytes has it all). host_peak_bytes: peak resident set of this process during the phase. leaked_bytes:
-    bytes of storages owned by the phase that something outside still holds after it was closed (0 is right).
+    again in every pass where weights are streamed. device_peak_bytes: peak allocated on the execution device (0 on CPU,
+    where host_peak_bytes has it all). host_peak_bytes: peak resident set of this process during the phase.
+    leaked_bytes: bytes of storages owned by the phase that something outside still holds after it was closed (0 is
+    right).
     forwards: calls of each component that ran, by name. notes: sentences worth knowing (a fallback, a retry).
     device_budget_bytes: what the phase could take of the execution device for weights and activations;
     reserved_peak_bytes: what it reserved of that at most. streamed_bytes: bytes of weights that were brought for one

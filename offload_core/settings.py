@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .errors import InputError
+from .limits import check_budget
+
 
 @dataclass(frozen=True)
 class OffloadSettings:
@@ -34,3 +37,21 @@ class OffloadSettings:
     read_threads: int = 2
     encode_missing: bool = True
     vae_tiling: str = "auto"
+
+
+def check_settings(settings: OffloadSettings) -> None:
+    """Raises InputError for a setting that no phase could obey, on any machine."""
+    for name in ("device_memory", "host_memory", "activation_memory"):
+        value = getattr(settings, name)
+        if name != "activation_memory" or value not in (0, "0"):  # a phase may do without that reserve
+            check_budget(value, name)
+    for name in ("vae_tiling", "direct_io"):
+        value = getattr(settings, name)
+        if value not in ("auto", "on", "off"):
+            raise InputError(f"{name} is {value!r}; use auto, on or off.")
+    for name in ("resident_below", "read_threads"):
+        value = getattr(settings, name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise InputError(f"{name} is {value!r}; use a whole number from 0 on.")
+    if str(settings.offload_device) != "cpu":
+        raise InputError(f"offload_device is {settings.offload_device!r}; weights can only be offloaded to cpu.")

@@ -94,7 +94,8 @@ class Component:
             _poll_each_block(real, self.memory.poll)
             self._take_over(real)
         self.memory.usage.load_s += time.perf_counter() - started
-        self.memory.usage.weight_bytes += self._loaded_bytes()
+        if self.managed is not None:
+            self.memory.usage.weight_bytes += self.managed.weight_bytes
 
     def _take_over(self, real: nn.Module) -> None:
         self._cold_state = dict(self.module.__dict__)
@@ -149,10 +150,6 @@ class Component:
         """Bytes of all weights in the dtype they run in, whatever the file's."""
         stored = getattr(torch, self.source.dtype or "float32").itemsize
         return self.source.weight_bytes * (self.recast or self.dtype).itemsize // stored
-
-    def _loaded_bytes(self) -> int:
-        assert self.managed is not None
-        return self.managed.loaded_bytes + self.managed.plan.streamed_bytes + self.managed.plan.lookup_bytes
 
 
 def _skeleton(source: ComponentSource, dtype: torch.dtype, device: torch.device) -> nn.Module:

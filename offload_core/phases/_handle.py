@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from ..devices import resolve_device, resolve_dtype
-from ..errors import InputError, ModelError
+from ..errors import ModelError
 from ..model_source import ComponentSource, ModelSource, pipeline_class, resolve_model
-from ..settings import OffloadSettings
+from ..settings import OffloadSettings, check_settings
 from ._loras import Lora, as_loras
 from ._pipeline import call_parameters
 
@@ -99,15 +99,14 @@ def load(
     device: "auto", "cpu", "cuda:0", ...; dtype: "auto" (each component in its file's own), "float32", "bfloat16" or
     "float16", weights are cast on the way in; settings: how phases run; loras: paths of LoRA files, or (path, scale).
 
-    Raises ModelError if the folder can't be used, InputError for a dtype or device that isn't one, DeviceError for a
-    device that isn't there.
+    Raises ModelError if the folder can't be used, InputError for a dtype, device or setting that isn't one, DeviceError
+    for a device that isn't there.
     """
     settings = settings or OffloadSettings()
     device = settings.execution_device if str(device) == "auto" else str(device)
     resolve_device(device)
     resolve_dtype(dtype)
-    if settings.vae_tiling not in ("auto", "on", "off"):
-        raise InputError(f"vae_tiling is {settings.vae_tiling!r}; use auto, on or off.")
+    check_settings(settings)
     source = resolve_model(model)
     handle = Handle(
         model=str(source.root),

@@ -59,6 +59,22 @@ class AcceleratorCopies:
     def want_pinned(self, nbytes: int) -> None:
         self._pinned.want(nbytes)
 
+    def prepare_casts(self, nbytes: int) -> None:
+        """A device buffer for stored bytes of up to `nbytes` a weight that are cast after the link."""
+        nbytes = min(-(-nbytes // 64) * 64, self._staging.chunk_bytes)
+        with self._cast_lock:
+            if self._cast_buffer is None or self._cast_buffer.numel() < nbytes:
+                self.drain()
+                reservation = self._ledger.reserve("device", "cast", nbytes)
+                try:
+                    self._cast_buffer = self.allocate(nbytes)
+                except BaseException:
+                    reservation.release()
+                    raise
+                if self._cast_reservation is not None:
+                    self._cast_reservation.release()
+                self._cast_reservation = reservation
+
     def allocate(self, nbytes: int) -> torch.Tensor:
         with torch.inference_mode(False):
             memory = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
@@ -142,9 +158,7 @@ class AcceleratorCopies:
         if not entry.casts or _cast_on_host(entry, entry.master):
             as_bytes(hot).copy_(pinned, non_blocking=True)
             return
-        for start in range(0, pinned.numel(), self._staging.chunk_bytes):
-            piece = pinned[start : start + self._staging.chunk_bytes]
-            self._cast_on_device(hot, piece, start, entry)
+        self._cast_on_device(hot, pinned, 0, entry)
 
     def _stage(self, hot: torch.Tensor, master: Master, entry: Entry, buffer: ReadBuffer, stop: Stop) -> None:
         """Through pinned chunks, each used again when its copy is done."""
@@ -168,13 +182,12 @@ class AcceleratorCopies:
         assert entry.master is not None
         stored = entry.master.dtype
         with self._cast_lock:
-            if self._cast_buffer is None:
-                self._cast_reservation = self._ledger.reserve("device", "cast", self._staging.chunk_bytes)
-                self._cast_buffer = torch.empty(self._staging.chunk_bytes, dtype=torch.uint8, device=self.device)
-            raw = self._cast_buffer[: pinned.numel()]
-            raw.copy_(pinned, non_blocking=True)
-            start, count = position // stored.itemsize, pinned.numel() // stored.itemsize
-            hot[start : start + count].copy_(cast(raw.view(stored), entry.casts))
+            assert self._cast_buffer is not None
+            for offset, piece in _pieces(pinned, self._cast_buffer.numel()):
+                raw = self._cast_buffer[: piece.numel()]
+                raw.copy_(piece, non_blocking=True)
+                start, count = (position + offset) // stored.itemsize, piece.numel() // stored.itemsize
+                hot[start : start + count].copy_(cast(raw.view(stored), entry.casts))
 
 
 def _cast_on_host(entry: Entry, master: Master) -> bool:

@@ -25,6 +25,9 @@ class CopyEngine(Protocol):
     whole: bool
     eager: bool
 
+    def prepare_casts(self, nbytes: int) -> None:
+        """Says that weights of up to `nbytes` will be cast on the device, where the engine needs a buffer for that."""
+
     def allocate(self, nbytes: int) -> torch.Tensor:
         """Device memory, uint8, 1-D, for a hot copy or an arena. Raises torch.OutOfMemoryError."""
 
@@ -69,6 +72,9 @@ class CpuCopies:
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
+
+    def prepare_casts(self, nbytes: int) -> None:
+        pass
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         with normal_mode():

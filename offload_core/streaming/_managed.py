@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ..errors import ManagedModuleError
+from ..errors import BudgetError, ManagedModuleError
 from ..file_backing import FileMapping, read_mappings
 from ..inventory import Item, take_inventory
 from ..ledger import Reservation
@@ -83,6 +83,11 @@ class _Part:
         return self.item.names[0]
 
     @property
+    def is_widened(self) -> bool:
+        """Whether it is cast to a wider dtype than it is stored in."""
+        return any(entry.casts and entry.layout.dtype.itemsize >= self.item.dtype.itemsize for entry in self.entries)
+
+    @property
     def is_resident(self) -> bool:
         return self.plain or any(entry.resident for entry in self.entries)
 
@@ -120,7 +125,7 @@ class Managed:
         """Takes `module` over. Nothing of it has changed if this raises.
 
         restore: keep what `release` needs to give the module back as it was. plain_if_whole: if everything fits, the
-        module gets ordinary tensors and no wrappers. keep_grad: weights require grad if they did before, else none does.
+        module gets ordinary tensors and no wrappers. keep_grad: weights require grad if they did before; else none do.
         """
         check_free(module, self.name)
         self._keep_grad = keep_grad
@@ -134,8 +139,10 @@ class Managed:
             self._parts = [self._part(item, rule, dtype_of) for item, rule in zip(items, rules, strict=True)]
             blocks = compiled_blocks(module, self.name)
             groups = _operator_groups(module, [path for path, _ in blocks])
-            small, large = self._split()
-            self._plan(small, large, groups)
+            widened = [part.item.nbytes for part in self._parts if part.is_widened]
+            if widened:
+                self.scope.engine.prepare_casts(max(widened))
+            small, large = self._split_and_plan(groups)
             if self.plan.whole and plain_if_whole:
                 small, large = [*small, *large], []
             for part in small:
@@ -196,9 +203,22 @@ class Managed:
         part.entries.append(Entry(item.names, layout, None, self.scope.cache, casts=casts, owner=self.name))
         return part
 
-    def _split(self) -> tuple[list[_Part], list[_Part]]:
-        """Parts that always stay on the device (small, mutable, or of a class that can't be streamed), and the rest."""
+    def _split_and_plan(self, groups: dict[str, str]) -> tuple[list[_Part], list[_Part]]:
+        """Parts that stay on the device and parts that the plan is for. Where the budget can't even hold the small
+        weights, fewer count as small."""
         below = self.scope.settings.resident_below
+        while True:
+            small, large = self._split(below)
+            try:
+                self._plan(small, large, groups)
+                return small, large
+            except BudgetError:
+                if not below:
+                    raise
+            below //= 4
+
+    def _split(self, below: int) -> tuple[list[_Part], list[_Part]]:
+        """Parts that always stay on the device (small, mutable, or of a class that can't be streamed), and the rest."""
         small: list[_Part] = []
         large: list[_Part] = []
         for part in self._parts:
@@ -422,6 +442,11 @@ class Managed:
         mine = {id(kept) for part in self._parts for kept in (part.replacement, part.original)}
         new = [p for p in module.parameters() if id(p) not in mine and not isinstance(p, StreamedWeight)]
         return sum(p.nbytes for p in new if p.device == self.scope.device)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights and buffers in the dtype they run in."""
+        return sum(part.nbytes for part in self._parts)
 
     @property
     def loaded_bytes(self) -> int:

@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import InputError
 from ..file_reader import FileIdentity, ReadBuffer, WeightFile
 from ..ledger import Ledger
 from ..limits import Machine, Memory, activation_reserve, auto_device_budget, auto_host_budget, parse_budget
-from ..settings import OffloadSettings
+from ..settings import OffloadSettings, check_settings
 from ._accelerator import AcceleratorCopies, link_bytes
 from ._cache import WeightCache
 from ._copies import CopyEngine, CpuCopies
@@ -42,8 +41,7 @@ class OffloadScope:
         poll: Callable[[int], None] | None = None,
         machine: Machine | None = None,
     ) -> None:
-        if str(settings.offload_device) != "cpu":
-            raise InputError(f"offload_device is {settings.offload_device!r}; weights can only be offloaded to cpu.")
+        check_settings(settings)
         self.settings, self.device = settings, device
         self.machine = machine or Machine()
         self.ledger, self.device_memory, self.host_memory = self._ledger()

@@ -1,0 +1,291 @@
+"""The engine over an accelerator's side stream: equal bits, no race, no byte over budget, on the pretend device.
+
+Copies are lazy (their target reads as NaN until something waits for them), memory is poisoned, and every access is
+checked against the order that events and streams establish.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from vgpu.runner import run_on_vgpu
+
+
+def _setup(dtype: str = "bfloat16") -> Any:
+    """A small FLUX on disk, its inputs on the CPU and on the device, and the resident twin's answer."""
+    from tempfile import mkdtemp
+
+    import torch
+    from diffusers import FluxTransformer2DModel
+
+    import vgpu
+
+    device = vgpu.install()
+    torch.manual_seed(0)
+    model = FluxTransformer2DModel(
+        num_layers=2,
+        num_single_layers=3,
+        num_attention_heads=4,
+        attention_head_dim=32,
+        joint_attention_dim=64,
+        pooled_projection_dim=32,
+        in_channels=16,
+        axes_dims_rope=(8, 12, 12),
+    )
+    model = model.to(getattr(torch, dtype)).eval().requires_grad_(False)
+    folder = mkdtemp(prefix="vgpu-flux-")
+    model.save_pretrained(folder)
+    random = torch.Generator().manual_seed(0)
+
+    def some(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=random).to(model.dtype)
+
+    inputs = {
+        "hidden_states": some(1, 24, 16),
+        "encoder_hidden_states": some(1, 8, 64),
+        "pooled_projections": some(1, 32),
+        "timestep": torch.tensor([0.5], dtype=model.dtype),
+        "img_ids": torch.zeros(24, 3),
+        "txt_ids": torch.zeros(8, 3),
+    }
+    there = {name: tensor.to("vgpu") for name, tensor in inputs.items()}
+    with torch.no_grad():
+        expected = model(**inputs, return_dict=False)[0]
+    device.set_lazy(True)
+    device.set_poison(True)
+    device.set_race_check(True)
+    return device, folder, there, expected
+
+
+def _load(folder: str, dtype: str = "bfloat16", tier: str = "file") -> Any:
+    import torch
+    from diffusers import FluxTransformer2DModel
+
+    model = FluxTransformer2DModel.from_pretrained(folder, torch_dtype=getattr(torch, dtype)).eval()
+    if tier == "ram":
+        for parameter in model.parameters():
+            parameter.data = parameter.data.clone()
+    return model
+
+
+def _run(model: Any, inputs: Any) -> Any:
+    import torch
+
+    with torch.no_grad():
+        return model(**inputs, return_dict=False)[0].cpu()
+
+
+def budgets_and_tiers() -> list[dict[str, Any]]:
+    import torch
+
+    from offload_core import OffloadSettings
+    from offload_core.streaming import enable_offload
+
+    device, folder, inputs, expected = _setup()
+    rows = []
+    for host in ("2GiB", "4MiB"):
+        for tier in ("file", "ram"):
+            for share in (1.2, 0.6, 0.3, 0.12):
+                if tier == "ram" and host == "4MiB":
+                    continue
+                model = _load(folder, tier=tier)
+                total = sum(parameter.nbytes for parameter in model.parameters())
+                budget, before = int(total * share), device.current()
+                device.reset_peak()
+                settings = OffloadSettings(
+                    execution_device="vgpu",
+                    device_memory=budget,
+                    host_memory=host,
+                    resident_below=2048,
+                    activation_memory=0,
+                )
+                result = enable_offload(model, settings=settings)
+                equal = [torch.equal(_run(model, inputs), expected) for _ in range(2)]
+                with torch.inference_mode():
+                    equal.append(torch.equal(model(**inputs, return_dict=False)[0].cpu(), expected))
+                report = result.report()
+                pinned = device.pinned_bytes()
+                held = result.release()
+                after = torch.equal(_run(model.to("vgpu"), inputs), expected)
+                del model, result
+                rows.append(
+                    {
+                        "share": share,
+                        "host": host,
+                        "tier": tier,
+                        "equal": all(equal),
+                        "after": after,
+                        "budget": budget,
+                        "reserved": report.peak_bytes,
+                        "streamed": report.streamed_bytes - report.resident_bytes,
+                        "read": report.read_bytes,
+                        "total": total,
+                        "pinned": pinned,
+                        "host_peak": report.host_peak_bytes,
+                        "left": [held, device.current() - before, device.pinned_bytes()],
+                        "races": device.races()[:1],
+                    }
+                )
+    return rows
+
+
+def test_equal_bits_at_every_budget_and_tier_without_a_race_or_a_byte_left() -> None:
+    rows = run_on_vgpu(budgets_and_tiers)
+    assert len(rows) == 12
+    for row in rows:
+        assert row["equal"], row
+        assert row["after"], row
+        assert row["races"] == [], row
+        assert row["left"] == [0, 0, 0], row
+        assert row["reserved"] <= row["budget"], row
+        if row["share"] < 1:
+            assert row["streamed"] > 0, row
+        if row["tier"] == "file" and row["host"] == "2GiB":  # what was read once stays in pinned memory
+            assert row["read"] < 1.1 * row["total"], row
+        if row["host"] == "4MiB":
+            assert row["host_peak"] <= 4 << 20, row
+            assert row["pinned"] <= 4 << 20, row
+
+
+def casts_on_the_way() -> dict[str, Any]:
+    import torch
+    from torch import nn
+
+    import vgpu
+    from offload_core import OffloadSettings
+    from offload_core.streaming import OffloadScope
+
+    device = vgpu.install()
+    device.set_lazy(True)
+    device.set_poison(True)
+    device.set_race_check(True)
+    torch.manual_seed(0)
+    results = {}
+    for stored, run in (("float32", "bfloat16"), ("float8_e4m3fn", "bfloat16"), ("bfloat16", "float32")):
+        layers = nn.Sequential(*[nn.Linear(96, 96, bias=False) for _ in range(6)]).requires_grad_(False)
+        for layer in layers:
+            layer.weight.data = (layer.weight.data * 8).to(getattr(torch, stored))
+        dtype = getattr(torch, run)
+        twin = [layer.weight.to(dtype) for layer in layers]
+        x = torch.randn(3, 96).to(dtype)
+        expected = x
+        for weight in twin:
+            expected = torch.tanh(expected @ weight.t())
+        settings = OffloadSettings(device_memory=3 * 96 * 96 * dtype.itemsize, resident_below=0, activation_memory=0)
+        scope = OffloadScope(settings, torch.device("vgpu", 0))
+        managed = scope.attach(layers, name="layers", dtype_of=lambda *_, dtype=dtype: (dtype,))
+        equal = []
+        for _ in range(2):
+            y = x.to("vgpu")
+            for layer in layers:
+                assert layer.weight.dtype == dtype
+                y = torch.tanh(y @ layer.weight.t())
+            equal.append(torch.equal(y.cpu(), expected))
+        kinds = scope.ledger.by_kind("device")
+        managed.release(restore=True)
+        scope.close()
+        streamed = scope.cache.counts.streamed_bytes
+        results[f"{stored} as {run}"] = (all(equal), streamed, kinds.get("cast", 0), device.races()[:1])
+    return results
+
+
+def test_weights_are_cast_after_the_link_when_that_makes_them_wider_and_before_it_when_narrower() -> None:
+    results = run_on_vgpu(casts_on_the_way)
+    assert all(equal and streamed > 0 and not races for equal, streamed, _, races in results.values()), results
+    assert results["float32 as bfloat16"][2] == 0  # cast in RAM: no buffer on the device
+    assert results["float8_e4m3fn as bfloat16"][2] > 0  # cast on the device, in a buffer that is booked
+    assert results["bfloat16 as float32"][2] > 0
+
+
+def fault_sweep(kind: str) -> dict[str, Any]:
+    import gc
+    import threading
+
+    import torch
+
+    from offload_core import OffloadSettings
+    from offload_core.streaming import enable_offload
+
+    device, folder, inputs, expected = _setup()
+    settings = OffloadSettings(
+        execution_device="vgpu", device_memory=1 << 20, host_memory="32MiB", resident_below=4096, activation_memory=0
+    )
+    outcomes: dict[str, int] = {}
+    wrong: list[Any] = []
+    counted = 0
+    for k in range(1, 2000):
+        model = _load(folder)
+        before = device.current()
+        device.fail_at(kind, k)
+        result = None
+        try:
+            result = enable_offload(model, settings=settings)
+            answers = [_run(model, inputs) for _ in range(2)]
+            outcome = "ran" if all(torch.equal(answer, expected) for answer in answers) else "wrong bits"
+        except Exception as error:
+            outcome = type(error).__name__
+            error.__traceback__ = None
+            del error
+        fired = device.operation_counts()[kind] >= k and outcome is not None
+        device.fail_at(None, 0)
+        if result is not None:
+            result.release()
+        gc.collect()
+        left = (device.current() - before, device.pinned_bytes())
+        readers = [t.name for t in threading.enumerate() if t.name.startswith("offload-reader")]
+        if left != (0, 0) or readers or outcome == "wrong bits":
+            wrong.append((k, outcome, left, readers))
+        retry = enable_offload(model, settings=settings)
+        if not torch.equal(_run(model, inputs), expected):
+            wrong.append((k, outcome, "retry"))
+        retry.release()
+        outcomes[outcome] = outcomes.get(outcome, 0) + 1
+        counted = k
+        if outcome == "ran" and k > 3 and not fired:
+            break
+        del model, result, retry
+    return {"outcomes": outcomes, "wrong": wrong[:3], "swept": counted, "races": device.races()[:1]}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["alloc", "copy", "pin"])
+def test_whichever_operation_fails_nothing_stays_and_a_retry_gives_the_right_bits(kind: str) -> None:
+    result = run_on_vgpu(fault_sweep, kind)
+    assert result["wrong"] == []
+    assert result["races"] == []
+    assert result["swept"] >= (2 if kind == "pin" else 20)
+
+
+def missing_wait(which: str) -> str:
+    import torch
+
+    from offload_core import OffloadSettings
+    from offload_core.streaming import enable_offload
+    from offload_core.streaming._accelerator import AcceleratorCopies
+
+    device, folder, inputs, expected = _setup()
+    if which == "copy before compute":
+        AcceleratorCopies.before_use = lambda self, entry: None
+    elif which == "compute before copy":
+        AcceleratorCopies.retire = lambda self, streams: None
+    settings = OffloadSettings(
+        execution_device="vgpu", device_memory=700_000, host_memory="2GiB", resident_below=2048, activation_memory=0
+    )
+    model = _load(folder)
+    result = enable_offload(model, settings=settings)
+    try:
+        equal = all(torch.equal(_run(model, inputs), expected) for _ in range(3))
+        return "equal" if equal else "wrong bits"
+    except RuntimeError as error:
+        return "race" if "race" in str(error) else str(error)
+    finally:
+        device.set_race_check(False)
+        result.release()
+
+
+@pytest.mark.parametrize("which", ["copy before compute", "compute before copy"])
+def test_the_harness_notices_each_wait_that_is_taken_out(which: str) -> None:
+    assert run_on_vgpu(missing_wait, "none") == "equal"
+    assert run_on_vgpu(missing_wait, which) in ("race", "wrong bits")
