@@ -27,10 +27,13 @@ log = logging.getLogger(__name__)
 RECORD_KEY = "phase_offload"  # of our exact record, in a LATENT
 
 
-def load(call: NodeCall, *, model: str, dtype: str, device: str) -> NodeResult:
+def load(
+    call: NodeCall, *, model: str, dtype: str, device: str, device_memory: str = "auto", host_memory: str = "auto"
+) -> NodeResult:
     """PhaseOffloadLoad: a handle of the chosen model. Reads configs and headers only."""
     folder = call.state.model_folder(model)
-    handle = offload_core.load(folder, device=call.state.device(device), dtype=dtype)
+    settings = call.state.settings(device_memory=device_memory, host_memory=host_memory)
+    handle = offload_core.load(folder, device=call.state.device(device), dtype=dtype, settings=settings)
     call.observer.status(f"{model}: ready, nothing loaded yet")
     return NodeResult((handle,))
 
@@ -41,6 +44,23 @@ def load_fingerprint(state: PackState, *, model: Any = None, **_unused: Any) -> 
         return state.fingerprint(str(model))
     except OffloadError as error:
         return f"unusable: {error}"
+
+
+def load_problem(
+    state: PackState, *, model: Any = None, device_memory: Any = None, host_memory: Any = None, **_unused: Any
+) -> str | None:
+    """Why a model name or a budget can't be used. Only the words are looked at, not the files or the machine."""
+    from offload_core.limits import check_budget
+
+    try:
+        if model is not None:
+            state.model_folder(str(model))
+        for name, value in (("device_memory", device_memory), ("host_memory", host_memory)):
+            if value is not None:
+                check_budget(value, name)
+    except OffloadError as error:
+        return str(error)
+    return None
 
 
 def encode_prompt(call: NodeCall, *, model: Any, prompt: str, negative_prompt: str) -> NodeResult:
@@ -98,6 +118,7 @@ BODIES: dict[str, Callable[..., NodeResult]] = {
     schema.PURGE.id: purge_cache,
 }
 FINGERPRINTS: dict[str, Callable[..., Any]] = {schema.LOAD.id: load_fingerprint}
+PROBLEMS: dict[str, Callable[..., str | None]] = {schema.LOAD.id: load_problem}
 
 
 def _pipeline_options(

@@ -10,7 +10,7 @@ from typing import Any
 from offload_core.errors import InsufficientMemoryError
 from offload_core.session import Session
 
-from .bodies import BODIES, FINGERPRINTS
+from .bodies import BODIES, FINGERPRINTS, PROBLEMS
 from .progress import NodeObserver
 from .results import NodeResult
 from .state import PackState
@@ -48,6 +48,12 @@ def run_node(node_id: str, state: PackState, observer: NodeObserver, inputs: Map
 def fingerprint(node_id: str, state: PackState, inputs: Mapping[str, Any]) -> Any:
     """A value that changes when a node must run again though its inputs are the same; None for nodes without one."""
     function = FINGERPRINTS.get(node_id)
+    return function(state, **inputs) if function else None
+
+
+def problem(node_id: str, state: PackState, inputs: Mapping[str, Any]) -> str | None:
+    """Why a node can't run with these constants, as a sentence, or None. An input that is linked or missing is None."""
+    function = PROBLEMS.get(node_id)
     return function(state, **inputs) if function else None
 
 

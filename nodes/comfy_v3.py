@@ -9,7 +9,7 @@ import inspect
 from typing import Any
 
 from .bodies import FINGERPRINTS
-from .calls import fingerprint, run_node
+from .calls import fingerprint, problem, run_node
 from .schema import ANY_TYPE, NODES, Input, NodeSchema, Output
 from .state import PackState
 
@@ -50,8 +50,9 @@ def make_node(node: NodeSchema, state: PackState) -> type:
 
         @classmethod
         def validate_inputs(cls, model: Any = None) -> Any:
-            # Naming only `model` leaves the host's own checks on for the other inputs. None: it is linked or missing.
-            return True if model is None else (state.model_problem(str(model)) or True)
+            # Only `model`: the host's own checks stay on for the other inputs, and it blames every input that is named
+            # here for one that is wrong. Budgets are checked when the node runs. None: it is linked or missing.
+            return problem(node.id, state, {"model": model}) or True
 
     made = ModelNode if node.id in FINGERPRINTS else PhaseOffloadNode
     made.__name__ = made.__qualname__ = node.id
@@ -76,6 +77,8 @@ def make_schema(io: Any, node: NodeSchema, state: PackState) -> Any:
 def _input(io: Any, spec: Input, state: PackState) -> Any:
     make = _type(io, spec.type).Input
     settings: dict[str, Any] = {"tooltip": spec.tooltip}
+    if spec.optional:
+        settings["optional"] = True
     if spec.is_widget:
         widget = {
             "default": spec.default,

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from offload_core.cli import Command, Terminal, finish
+from offload_core.cli import Command, Terminal, add_memory_arguments, finish
 from offload_core.cli import main as cli_main
 from offload_core.errors import InputError
 
@@ -34,6 +34,9 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--input-dir", type=Path, metavar="DIR", help="where LoadImage finds pictures (default: the graph's folder)"
     )
+    add_memory_arguments(
+        parser, "They are for Load nodes that say auto; a node that says anything else keeps its own budget."
+    )
 
 
 def _run(args: argparse.Namespace, terminal: Terminal) -> None:
@@ -42,12 +45,17 @@ def _run(args: argparse.Namespace, terminal: Terminal) -> None:
     prompt = read_graph(args.graph)
     roots = _model_roots(args.models_dir)
     _check_output_dir(args.output_dir)
+    budgets = {"device_memory": args.device_memory, "host_memory": args.host_memory}
+
+    from offload_core.limits import check_budget
 
     from .graph_runner import GraphRunner
     from .local_host import LocalHost
 
+    for name, budget in budgets.items():
+        check_budget(budget, name)
     with terminal.session() as session:
-        host = LocalHost(roots, listener=session.observer)
+        host = LocalHost(roots, listener=session.observer, budgets=budgets)
         runner = GraphRunner(
             host, output_dir=args.output_dir, input_dir=args.input_dir or args.graph.parent, cache="none"
         )

@@ -34,11 +34,16 @@ class Link:
 
 @dataclass(frozen=True)
 class GraphNode:
-    """One node. inputs: only those its schema names, as values of the right type or links."""
+    """One node. inputs: only those its schema names, as values of the right type or links; an optional one may miss."""
 
     id: str
     schema: NodeSchema
     inputs: dict[str, Any]
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """Its inputs, with None for those that are links."""
+        return {name: None if isinstance(value, Link) else value for name, value in self.inputs.items()}
 
     @property
     def links(self) -> dict[str, Link]:
@@ -98,6 +103,8 @@ def check_graph(prompt: Mapping[str, Any], schemas: Mapping[str, NodeSchema], op
         schema = schemas[prompt[node_id]["class_type"]]
         inputs = {}
         for spec in schema.inputs:
+            if spec.optional and spec.name not in prompt[node_id].get("inputs", {}):
+                continue
             try:
                 inputs[spec.name] = _check_input(node_id, schema, spec, prompt, schemas, options)
             except GraphError as error:

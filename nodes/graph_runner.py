@@ -17,8 +17,8 @@ from typing import Any, Literal
 
 import torch
 
-from .calls import fingerprint, forget_locals, run_node
-from .graph import Graph, GraphNode, Link, check_graph, prompt_of
+from .calls import fingerprint, forget_locals, problem, run_node
+from .graph import Graph, GraphError, GraphNode, Link, check_graph, prompt_of
 from .image_files import IMAGE_NODES, LOAD_IMAGE, ImageFolders, image_bodies, image_fingerprint
 from .local_host import LocalHost
 from .results import NodeResult
@@ -80,7 +80,12 @@ class GraphRunner:
 
     def check(self, prompt: Mapping[str, Any]) -> Graph:
         """The graph, checked and in order, or a GraphError."""
-        return check_graph(prompt_of(dict(prompt)), SCHEMAS, self._options)
+        graph = check_graph(prompt_of(dict(prompt)), SCHEMAS, self._options)
+        found = [(node, problem(node.schema.id, self.state, node.constants)) for node in graph.nodes.values()]
+        problems = [f"Node {node.id} ({node.schema.id}): {text}" for node, text in found if text]
+        if problems:
+            raise GraphError(*problems)
+        return graph
 
     def forget(self) -> None:
         """Drops all cached results."""
@@ -142,7 +147,7 @@ class GraphRunner:
         return keys
 
     def _fingerprint(self, node: GraphNode) -> Any:
-        constants = {name: None if isinstance(value, Link) else value for name, value in node.inputs.items()}
+        constants = node.constants
         if node.schema.id == LOAD_IMAGE.id:
             return None if constants["image"] is None else image_fingerprint(self.folders.input, constants["image"])
         return fingerprint(node.schema.id, self.state, constants)

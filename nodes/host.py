@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,9 @@ class ComfyHost:
         import comfy.model_management as mm
 
         return str(mm.get_torch_device())
+
+    def auto_budgets(self) -> Mapping[str, str]:
+        return {}
 
     def image_placement(self) -> dict[str, Any]:
         import comfy.model_management as mm

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,11 @@ class GraphInterrupted(BaseException):
 
 
 class LocalHost:
-    """Runs nodes in this process. model_roots: where models are; listener: who follows all nodes of a run."""
+    """Runs nodes in this process.
+
+    model_roots: where models are. listener: who follows all nodes of a run. budgets: what a graph's "auto" stands for,
+    by the name of the setting (device_memory, host_memory).
+    """
 
     def __init__(
         self,
@@ -25,10 +29,12 @@ class LocalHost:
         *,
         listener: Observer | None = None,
         say: Callable[[str | None, str], None] | None = None,
+        budgets: Mapping[str, str] | None = None,
     ) -> None:
         self._model_roots = tuple(model_roots)
         self._listener = listener or SilentObserver()
         self._say = say
+        self._budgets = dict(budgets or {})
         self._interrupt = threading.Event()
 
     def model_roots(self) -> Sequence[Path]:
@@ -45,6 +51,9 @@ class LocalHost:
 
     def auto_device(self) -> str:
         return "auto"
+
+    def auto_budgets(self) -> Mapping[str, str]:
+        return self._budgets
 
     def image_placement(self) -> dict[str, Any]:
         import torch

@@ -23,6 +23,7 @@ class Input:
 
     type: "STRING", "INT", "FLOAT", "BOOLEAN", "COMBO" (widgets), or a socket type. options: the values of a COMBO, or
     the name of a list that only the running pack knows ("models", "devices"). default, min, max, step: of a widget.
+    optional: a graph may leave it out, as graphs do that were saved before there was such an input.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Input:
     multiline: bool = False
     control_after_generate: bool = False
     advanced: bool = False
+    optional: bool = False
 
     @property
     def is_widget(self) -> bool:
@@ -99,6 +101,24 @@ LOAD = NodeSchema(
             "Where the phases compute. auto: the device ComfyUI uses.",
             default="auto",
             options="devices",
+        ),
+        Input(
+            "device_memory",
+            "STRING",
+            "The most a phase may take of the device's memory, for weights and activations. Weights that don't fit are "
+            "streamed from their files. auto: what is free, less a headroom. Or a size (6GiB), a share (60%), or what "
+            "to keep free (leave 2GiB).",
+            default="auto",
+            optional=True,
+        ),
+        Input(
+            "host_memory",
+            "STRING",
+            "The most a phase may take of RAM, for weights on their way to the device, and for all weights where the "
+            "CPU computes. auto: what is free, less a headroom. Or a size (6GiB), a share (60%), or what to keep free "
+            "(leave 2GiB).",
+            default="auto",
+            optional=True,
         ),
     ),
     outputs=(Output("model", MODEL_TYPE, "A description of the model. It holds no weights."),),

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from offload_core.errors import InputError, OffloadError
 from offload_core.report import PhaseReport, RunReport
+from offload_core.settings import OffloadSettings
 
 from .model_list import ModelList
 from .progress import NodeObserver
@@ -29,6 +30,9 @@ class Host(Protocol):
 
     def auto_device(self) -> str:
         """The device that "auto" stands for."""
+
+    def auto_budgets(self) -> Mapping[str, str]:
+        """The memory budgets that "auto" stands for, by the name of the setting. Those left out stay "auto"."""
 
     def image_placement(self) -> dict[str, Any]:
         """Where IMAGE outputs belong: the device and dtype for `Tensor.to`."""
@@ -61,20 +65,21 @@ class PackState:
         """The folder of a model in the list. Raises ModelError for any other name."""
         return self._models.folder(name)
 
-    def model_problem(self, name: str) -> str | None:
-        """Why a model can't be chosen, as a sentence, or None if it can. Only the name is looked at."""
-        try:
-            self.model_folder(name)
-        except OffloadError as error:
-            return str(error)
-        return None
-
     def device(self, choice: str) -> str:
         """The device that a choice of the list stands for. Raises InputError for any other."""
         devices = self._devices()
         if choice not in devices:
             raise InputError(f"The device {choice!r} isn't there: choose one of {', '.join(devices)}.")
         return self.host.auto_device() if choice == "auto" else choice
+
+    def settings(self, **budgets: str) -> OffloadSettings:
+        """Engine settings with these memory budgets. Where one says "auto", the host may have another."""
+        auto = self.host.auto_budgets()
+        chosen: dict[str, Any] = {
+            name: auto.get(name, budget) if str(budget).strip().lower() == "auto" else budget
+            for name, budget in budgets.items()
+        }
+        return OffloadSettings(**chosen)
 
     def fingerprint(self, name: str) -> str:
         """Changes whenever a file of the model changes. Reads headers once, then only asks for sizes and times."""

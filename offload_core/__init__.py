@@ -39,10 +39,13 @@ _HOME = {
     "Session": "session",
     "SilentObserver": "session",
     "OffloadSettings": "settings",
+    "enable_offload": "streaming",
+    "BudgetError": "errors",
     "ColdWeightError": "errors",
     "DeviceError": "errors",
     "InputError": "errors",
     "InsufficientMemoryError": "errors",
+    "ManagedModuleError": "errors",
     "MissingRecordError": "errors",
     "ModelError": "errors",
     "NumericalError": "errors",
@@ -56,10 +59,12 @@ __all__ = sorted(_HOME)
 if TYPE_CHECKING:
     from ._purge import PurgeReport, purge
     from .errors import (
+        BudgetError,
         ColdWeightError,
         DeviceError,
         InputError,
         InsufficientMemoryError,
+        ManagedModuleError,
         MissingRecordError,
         ModelError,
         NumericalError,
@@ -84,6 +89,7 @@ if TYPE_CHECKING:
     from .report import PhaseReport, RunReport
     from .session import Observer, Progress, Session, SilentObserver
     from .settings import OffloadSettings
+    from .streaming import enable_offload
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""A run report as a table of plain text: one row per phase, one row of totals, then what ran and the notes."""
+"""A run report as a table of plain text: one row per phase, one row of totals, then what ran and what is notable."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ if TYPE_CHECKING:
 WIDTH = 110
 COLUMNS = ("phase", "device", "wall", "load", "weights", "read", "device peak", "host peak", "leaked")
 
+_NO_BUDGET = 1 << 60  # more than any device has: the scope's way to say that it doesn't know
+
 
 def render(phases: Sequence[PhaseReport]) -> str:
     """The table, at most 110 characters wide, without colours and without a newline at the end.
 
-    Under it stand what ran and the notes. In the last row seconds, weights, bytes read and leaked bytes are sums, and
-    the two peaks are maxima.
+    Under it stand, for each phase, what ran, what was streamed (if anything was) and the notes. In the last row
+    seconds, weights, bytes read and leaked bytes are sums, and the two peaks are maxima.
     """
     if not phases:
         return "No phase has run."
@@ -41,8 +43,22 @@ def render(phases: Sequence[PhaseReport]) -> str:
     for phase in phases:
         if phase.forwards:
             lines.append(f"{phase.name} ran " + ", ".join(f"{name} {count}x" for name, count in phase.forwards.items()))
+        if phase.streamed_bytes:
+            lines.append(f"{phase.name} {describe_streaming(phase)}")
         lines += [f"{phase.name}: {note}" for note in phase.notes]
     return "\n".join(lines)
+
+
+def describe_streaming(phase: PhaseReport) -> str:
+    """What a phase streamed: ``streamed 12.3 GiB of weights within 6.0 GiB on cuda:0 and waited 0.80 s for them``.
+
+    The bytes are counted again each time a weight is brought. A budget that the driver couldn't tell isn't named.
+    """
+    within = phase.device_budget_bytes
+    budget = f"within {human_bytes(within)} " if 0 < within < _NO_BUDGET else ""
+    waited = human_seconds(phase.stall_s)
+    streamed = human_bytes(phase.streamed_bytes)
+    return f"streamed {streamed} of weights {budget}on {phase.device} and waited {waited} for them"
 
 
 def human_bytes(count: int) -> str:

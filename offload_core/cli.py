@@ -1,4 +1,4 @@
-"""The command line: ``phase-offload generate`` and ``phase-offload demo``; the nodes add ``run``.
+"""The command line: ``phase-offload generate``, ``demo`` and ``bench``; the nodes add ``run``.
 
 A thin door: it turns arguments into calls of the library, shows progress, writes files, and turns every error into
 one sentence and an exit code. Numbers are checked by the library, file names here, before anything runs.
@@ -18,6 +18,7 @@ from . import __version__
 from . import _picture_files as files
 from ._console import InterruptFlag, Terminal, quiet_libraries
 from .errors import InputError, InsufficientMemoryError, OffloadError
+from .settings import OffloadSettings
 
 #: Exit code -> what it means, as --help and the README list them.
 EXIT_CODES = {
@@ -32,18 +33,20 @@ EXIT_CODES = {
 
 @dataclass(frozen=True)
 class Command:
-    """One subcommand. `run` raises OffloadError for what a person can put right."""
+    """One subcommand. `run` raises OffloadError for what a person can put right. has_report: it takes --report."""
 
     name: str
     help: str
     add_arguments: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace, Terminal], None]
+    has_report: bool = True
 
 
 def main(argv: Sequence[str] | None = None, extra_commands: Iterable[Command] = ()) -> int:
     """Runs one command and returns its exit code. Argument errors leave through SystemExit(2), as argparse does."""
-    commands = {command.name: command for command in (GENERATE, DEMO, *extra_commands)}
-    args = _parser(commands.values()).parse_args(argv)
+    commands = {command.name: command for command in (GENERATE, DEMO, *extra_commands, BENCH)}
+    words = sys.argv[1:] if argv is None else list(argv)
+    args = _parser(commands.values(), words).parse_args(words)
     interrupt = InterruptFlag()
     try:
         with interrupt.listening():
@@ -71,6 +74,33 @@ def finish(terminal: Terminal, report: Any, report_file: Path | None, written: S
         terminal.say(f"Wrote {path}")
 
 
+def add_memory_arguments(parser: argparse.ArgumentParser, *more: str) -> None:
+    """The options for memory budgets, explained in a few lines; `more` lines may follow them."""
+    explained = (
+        'A BUDGET is a size (6GiB, 512MiB), a share (60%), what to keep free ("leave 2GiB"), or auto.',
+        "Weights that don't fit are streamed from their files; the pictures stay the same.",
+    )
+    group = parser.add_argument_group("memory budgets", "\n".join((*explained, *more)))
+    group.add_argument(
+        "--device-memory",
+        default="auto",
+        metavar="BUDGET",
+        help="of the device that computes, for weights and activations (auto: what is free, less a headroom)",
+    )
+    group.add_argument(
+        "--host-memory",
+        default="auto",
+        metavar="BUDGET",
+        help="of RAM, for weights on their way to the device, and for all weights where the CPU computes "
+        "(auto: what is free, less a headroom)",
+    )
+
+
+def memory_settings(args: argparse.Namespace) -> OffloadSettings:
+    """Settings with the budgets that were given."""
+    return OffloadSettings(device_memory=args.device_memory, host_memory=args.host_memory)
+
+
 # ------------------------------------------------------------------------------------------------- generate
 
 
@@ -96,6 +126,7 @@ def _generate_arguments(parser: argparse.ArgumentParser) -> None:
         help="picture to write: .png, .jpg, .webp; a video as .gif, .webp or a sequence of .png. An existing file is "
         "replaced; several pictures become NAME-0.png, NAME-1.png, ... (phase-offload.png)",
     )
+    add_memory_arguments(parser)
 
 
 def _generate(args: argparse.Namespace, terminal: Terminal) -> None:
@@ -103,7 +134,8 @@ def _generate(args: argparse.Namespace, terminal: Terminal) -> None:
     with terminal.session() as session:
         import offload_core
 
-        handle = offload_core.load(args.model, device=args.device, dtype=args.dtype)
+        settings = memory_settings(args)
+        handle = offload_core.load(args.model, device=args.device, dtype=args.dtype, settings=settings)
         video = handle.images_name == "num_videos_per_prompt"
         files.check_picture_file(args.output, video=video)
         options = _denoise_options(args, handle)
@@ -158,6 +190,7 @@ def _demo_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="another seed, other pictures (0)")
     parser.add_argument("--captions", nargs="+", metavar="TEXT", help="your own captions instead of the six built in")
     parser.add_argument("--device", default="auto", metavar="NAME", help="auto, cpu, cuda, cuda:1, ... (auto)")
+    add_memory_arguments(parser)
 
 
 def _demo(args: argparse.Namespace, terminal: Terminal) -> None:
@@ -177,7 +210,7 @@ def _run_demo(args: argparse.Namespace, terminal: Terminal) -> None:
         import offload_core
         from offload_core.demo import contact_sheet
 
-        handle = offload_core.load(demo_model(), device=args.device)
+        handle = offload_core.load(demo_model(), device=args.device, settings=memory_settings(args))
         embeds = offload_core.encode(handle, captions, session=session)
         latents = offload_core.denoise(handle, embeds, seed=args.seed, session=session)
         images = offload_core.decode(handle, latents, output_type="pil", session=session)
@@ -235,10 +268,34 @@ def _file_name(caption: str) -> str:
 DEMO = Command("demo", "draw six captions with the small model that comes along", _demo_arguments, _demo)
 
 
+# ---------------------------------------------------------------------------------------------------- bench
+
+
+def _bench_arguments(parser: argparse.ArgumentParser) -> None:
+    from .bench import offload
+
+    offload.add_arguments(parser)
+
+
+def _bench(args: argparse.Namespace, terminal: Terminal) -> None:
+    from .bench import offload
+
+    offload.run(args, terminal)
+
+
+BENCH = Command(
+    "bench", "measure this engine beside others on a model made for it", _bench_arguments, _bench, has_report=False
+)
+
+
 # -------------------------------------------------------------------------------------- parser, errors, exit
 
 
-def _parser(commands: Iterable[Command]) -> argparse.ArgumentParser:
+def _parser(commands: Iterable[Command], words: Sequence[str]) -> argparse.ArgumentParser:
+    """A parser for `words`. Only the command among them gets its arguments: `bench` imports its rooms for them."""
+    commands = list(commands)
+    names = {command.name for command in commands}
+    chosen = next((word for word in words if word in names), None)
     epilog = "exit codes:\n" + "\n".join(f"  {code:<4} {meaning}" for code, meaning in EXIT_CODES.items())
     shape = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
@@ -259,8 +316,10 @@ def _parser(commands: Iterable[Command]) -> argparse.ArgumentParser:
             formatter_class=shape,
             allow_abbrev=False,
         )
-        command.add_arguments(sub)
-        sub.add_argument("--report", type=_report_file, metavar="FILE.json", help="write the phase report as JSON")
+        if command.name == chosen:
+            command.add_arguments(sub)
+        if command.has_report:
+            sub.add_argument("--report", type=_report_file, metavar="FILE.json", help="write the phase report as JSON")
         sub.add_argument("--debug", action="store_true", help="show log messages, and tracebacks of errors")
     return parser
 

@@ -16,6 +16,7 @@ import offload_core
 from offload_core.errors import InputError
 from offload_core.report import PhaseReport
 from offload_core.session import Progress, Session
+from offload_core.settings import OffloadSettings
 
 POLLS_PER_PHASE = 3
 
@@ -27,6 +28,7 @@ class Handle:
     dtype: str
     guidance_name: str | None = "guidance_scale"
     images_name: str | None = "num_images_per_prompt"
+    settings: OffloadSettings = field(default_factory=OffloadSettings)
 
 
 @dataclass(frozen=True)
@@ -68,9 +70,12 @@ class Engine:
     def phases(self) -> list[str]:
         return [name for name, _ in self.calls]
 
-    def load(self, model: Any, *, device: str = "auto", dtype: str = "auto") -> Handle:
-        self._note("load", model=str(model), device=device, dtype=dtype)
-        return Handle(Path(model).name, device, dtype)
+    def load(
+        self, model: Any, *, device: str = "auto", dtype: str = "auto", settings: OffloadSettings | None = None
+    ) -> Handle:
+        settings = settings or OffloadSettings()
+        self._note("load", model=str(model), device=device, dtype=dtype, settings=settings)
+        return Handle(Path(model).name, device, dtype, settings=settings)
 
     def encode(self, handle: Handle, prompt: str, negative_prompt: str | None = None, *, session: Session) -> Embeds:
         self._phase("encode", session, prompt=prompt, negative_prompt=negative_prompt)

@@ -28,6 +28,18 @@ def embeds() -> po.Embeds:
         ({"device": "gpu please"}, po.InputError, "isn't a device"),
         ({"device": "cuda:0"}, po.DeviceError, "cuda:0 isn't available"),
         ({"settings": po.OffloadSettings(vae_tiling="maybe")}, po.InputError, "vae_tiling is 'maybe'"),
+        (
+            {"settings": po.OffloadSettings(device_memory="6 parsecs")},
+            po.InputError,
+            "device_memory='6 parsecs' isn't a",
+        ),
+        ({"settings": po.OffloadSettings(host_memory="0%")}, po.InputError, "host_memory='0%' isn't a usable memory"),
+        ({"settings": po.OffloadSettings(device_memory=0)}, po.InputError, "device_memory=0 isn't a usable memory"),
+        ({"settings": po.OffloadSettings(activation_memory="lots")}, po.InputError, "activation_memory='lots' isn't"),
+        ({"settings": po.OffloadSettings(direct_io="maybe")}, po.InputError, "direct_io is 'maybe'; use auto, on or"),
+        ({"settings": po.OffloadSettings(resident_below=-1)}, po.InputError, "resident_below is -1; use a whole num"),
+        ({"settings": po.OffloadSettings(read_threads=True)}, po.InputError, "read_threads is True; use a whole num"),
+        ({"settings": po.OffloadSettings(offload_device="disk")}, po.InputError, "offload_device is 'disk'; .* to cpu"),
         ({"loras": ["nowhere.safetensors"]}, po.ModelError, "no LoRA file nowhere.safetensors"),
     ],
 )
@@ -36,6 +48,19 @@ def test_load_refuses_what_it_cannot_use(options: dict[str, Any], error: type[Ex
         pytest.skip("this machine has cuda:0")
     with pytest.raises(error, match=says):
         po.load(tiny_model("sd15"), **{"device": "cpu", **options})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"device_memory": 2**33, "host_memory": "leave 2 GiB"},
+        {"device_memory": " 60% ", "host_memory": "AUTO", "activation_memory": 0},
+        {"activation_memory": "0", "direct_io": "off", "resident_below": 0, "read_threads": 0},
+    ],
+)
+def test_load_takes_every_spelling_of_a_budget_and_reads_no_machine(changes: dict[str, Any]) -> None:
+    settings = po.OffloadSettings(**changes)
+    assert po.load(tiny_model("sd15"), device="cpu", settings=settings).settings == settings
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,13 @@ be had at will; test_cli_demo.py runs the real one.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import signal
 import subprocess
 import sys
+import types
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +23,7 @@ from offload_core import cli
 from offload_core.errors import DeviceError, InputError, InsufficientMemoryError, ModelError
 from offload_core.report import PhaseReport
 from offload_core.session import Progress, Session
+from offload_core.settings import OffloadSettings
 
 
 class FakeEngine:
@@ -89,7 +92,7 @@ def test_generate_writes_a_picture_and_says_where(engine: FakeEngine, tmp_path: 
 
 def test_options_that_were_not_given_are_left_to_the_model(engine: FakeEngine):
     assert run(*GENERATE) == 0
-    assert engine.asked["load"] == {"model": "m", "device": "auto", "dtype": "auto"}
+    assert engine.asked["load"] == {"model": "m", "device": "auto", "dtype": "auto", "settings": OffloadSettings()}
     assert engine.asked["encode"] == ("a circle", None)
     assert engine.asked["denoise"] == {"seed": 0}
     assert engine.asked["decode"] == {"output_type": "pil", "tiling": "auto"}
@@ -99,7 +102,7 @@ def test_options_become_the_pipelines_own_arguments(engine: FakeEngine, tmp_path
     engine.handle.guidance_name = "true_cfg_scale"
     options = "--negative-prompt blur --width 96 --height 64 --steps 7 --guidance-scale 2.5 --seed 5 --num-images 2"
     assert run(*GENERATE, *options.split(), "--device", "cpu", "--dtype", "float32", "--tiling", "on") == 0
-    assert engine.asked["load"] == {"model": "m", "device": "cpu", "dtype": "float32"}
+    assert engine.asked["load"] == {"model": "m", "device": "cpu", "dtype": "float32", "settings": OffloadSettings()}
     assert engine.asked["encode"] == ("a circle", "blur")
     assert engine.asked["denoise"] == {
         "seed": 5,
@@ -111,6 +114,21 @@ def test_options_become_the_pipelines_own_arguments(engine: FakeEngine, tmp_path
     }
     assert engine.asked["decode"]["tiling"] == "on"
     assert sorted(os.listdir(tmp_path)) == ["phase-offload-0.png", "phase-offload-1.png"]
+
+
+@pytest.mark.parametrize("command", [GENERATE, ("demo", "--captions", "a red star on a blue background")])
+def test_budgets_become_settings(engine: FakeEngine, command: tuple[str, ...]):
+    assert run(*command, "--device-memory", "leave 2GiB", "--host-memory", "60%") == 0
+    settings = OffloadSettings(device_memory="leave 2GiB", host_memory="60%")
+    assert engine.asked["load"]["settings"] == settings
+
+
+@pytest.mark.parametrize("command", ["generate", "demo"])
+def test_help_explains_budgets_in_a_group_of_their_own(command: str, capsys: Any):
+    assert run(command, "--help") == 0
+    _, _, group = capsys.readouterr().out.partition("memory budgets:\n")
+    for word in ("--device-memory", "--host-memory", "6GiB", "60%", "leave 2GiB", "auto"):
+        assert word in group
 
 
 def test_report_file_holds_the_documented_names(engine: FakeEngine):
@@ -224,6 +242,48 @@ def test_readme_lists_the_same_exit_codes():
     readme = (Path(__file__).parents[1] / "README.md").read_text("utf-8")
     for code, meaning in cli.EXIT_CODES.items():
         assert f"| {code} | {meaning} |" in readme
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Stands in for the benchmark; what it was asked for is in the list."""
+    asked: list[Any] = []
+    offload = types.ModuleType("offload_core.bench.offload")
+
+    def add_arguments(parser: argparse.ArgumentParser) -> None:
+        asked.append("arguments")
+        parser.add_argument("what", choices=("offload",))
+        parser.add_argument("--json", type=Path)
+
+    vars(offload).update(add_arguments=add_arguments, run=lambda args, terminal: asked.append((args.what, args.json)))
+    package = types.ModuleType("offload_core.bench")
+    vars(package).update(offload=offload, __path__=[])
+    monkeypatch.setitem(sys.modules, package.__name__, package)
+    monkeypatch.setitem(sys.modules, offload.__name__, offload)
+    return asked
+
+
+def test_bench_is_asked_for_its_options_and_run(bench: list[Any]):
+    assert run("bench", "offload", "--json", "rows.json") == 0
+    assert bench == ["arguments", ("offload", Path("rows.json"))]
+
+
+@pytest.mark.parametrize("argv", [("--help",), ("demo", "--help"), (*GENERATE, "--steps", "x"), ()])
+def test_other_commands_never_touch_the_benchmark(bench: list[Any], argv: tuple[str, ...], capsys: Any):
+    run(*argv)
+    assert bench == []
+
+
+def test_the_real_benchmark_has_a_help_page(capsys: Any):
+    assert run("bench", "--help") == 0
+    out = capsys.readouterr().out
+    assert "offload" in out and "--json" in out and "--report" not in out
+
+
+def test_help_lists_every_command(capsys: Any):
+    assert run("--help") == 0
+    out = capsys.readouterr().out
+    assert all(f"    {name} " in out for name in ("generate", "demo", "bench"))
 
 
 def test_a_door_can_add_commands(engine: FakeEngine, capsys: Any):

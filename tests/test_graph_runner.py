@@ -17,6 +17,7 @@ from PIL import Image
 import fake_engine
 import offload_core
 from offload_core.errors import InputError
+from offload_core.settings import OffloadSettings
 from phase_offload_nodes.graph import GraphError, read_graph
 from phase_offload_nodes.graph_runner import CacheMode, GraphRunner
 from phase_offload_nodes.local_host import GraphInterrupted, LocalHost
@@ -182,6 +183,42 @@ def test_outputs_are_held_as_in_comfyui(
     assert (latents() is not None) == (cache == "classic")
 
 
+# Memory budgets
+
+
+def test_a_graph_saved_before_there_were_budgets_runs_with_auto(
+    runner: GraphRunner, graph: Prompt, engine: fake_engine.Engine
+) -> None:
+    assert "device_memory" not in graph["load"]["inputs"]
+    assert runner.run(graph).executed[0] == "load"
+    assert engine.calls[0][1]["settings"] == OffloadSettings()
+
+
+@pytest.mark.parametrize("budget", ["6GiB", "60%", "leave 2GiB", "auto", 2**33])
+def test_budgets_of_the_load_node_are_part_of_the_handle(
+    runner: GraphRunner, graph: Prompt, engine: fake_engine.Engine, budget: Any
+) -> None:
+    runner.run(changed(graph, "load", device_memory=budget, host_memory="50%"))
+    assert engine.calls[0][1]["settings"] == OffloadSettings(device_memory=str(budget), host_memory="50%")
+
+
+def test_another_budget_runs_everything_again(runner: GraphRunner, graph: Prompt) -> None:
+    runner.run(changed(graph, "load", device_memory="6GiB"))
+    again = runner.run(changed(graph, "load", device_memory="5GiB"))
+    assert again.executed == ["load", "encode", "denoise", "purge", "decode", "save"]
+
+
+def test_a_linked_budget_is_what_the_other_node_gives(
+    runner: GraphRunner, graph: Prompt, engine: fake_engine.Engine
+) -> None:
+    graph["load"]["inputs"]["device_memory"] = ["report", 1]
+    graph["report"] = node("PhaseOffloadPurgeCache", anything=["first", 0])
+    graph["first"] = node("PhaseOffloadLoad", model="tiny", dtype="auto", device="auto")
+    runner.run(graph)
+    budgets = [arguments["settings"].device_memory for name, arguments in engine.calls if name == "load"]
+    assert budgets == ["auto", "Freed 1 MiB."]
+
+
 # Bad graphs
 
 
@@ -206,6 +243,13 @@ def test_outputs_are_held_as_in_comfyui(
         (lambda g: g["load"]["inputs"].update(model="../tiny"), r"'../tiny' isn't in the list: .*'tiny'"),
         (lambda g: g["load"]["inputs"].update(dtype="float64"), "input 'dtype': 'float64' isn't in the list: 'auto'"),
         (lambda g: g["load"]["inputs"].update(device="cuda:99"), "input 'device': 'cuda:99' isn't in the list: 'auto'"),
+        (
+            lambda g: g["load"]["inputs"].update(device_memory="lots"),
+            r"Node load \(PhaseOffloadLoad\): device_memory='lots",
+        ),
+        (lambda g: g["load"]["inputs"].update(host_memory="-1GiB"), "host_memory='-1GiB' isn't a usable memory budget"),
+        (lambda g: g["load"]["inputs"].update(device_memory=""), "device_memory='' isn't a usable memory budget: give"),
+        (lambda g: g["load"]["inputs"].update(host_memory=None), "input 'host_memory': None isn't a text"),
         (lambda g: g["denoise"]["inputs"].update(embeds=["load", 0]), "it needs PHASE_OFFLOAD_EMBEDS, but output 0"),
         (lambda g: g["denoise"]["inputs"].update(embeds="text"), "needs a link to a node that makes PHASE_OFFLOAD_EMB"),
         (

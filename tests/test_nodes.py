@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import gc
 import hashlib
+import re
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +18,8 @@ import pytest
 import torch
 
 import offload_core
-from offload_core.errors import InputError, ModelError, OffloadError, RecordError
+from offload_core.errors import BudgetError, InputError, ModelError, OffloadError, RecordError
+from offload_core.settings import OffloadSettings
 from phase_offload_nodes.graph_runner import GraphRunner
 from phase_offload_nodes.local_host import GraphInterrupted, LocalHost
 from phase_offload_nodes.model_list import DEMO_MODEL, NO_MODEL, ModelList
@@ -387,6 +390,47 @@ def test_a_damaged_model_is_a_sentence_each_time_and_works_when_mended(host: Spo
             runner.run(graph_of("mine", steps=1))
     weights.write_bytes(whole)
     assert runner.run(graph_of("mine", steps=1)).executed
+
+
+# Memory budgets
+
+
+def test_a_model_larger_than_its_budget_is_streamed_and_gives_the_same_picture(
+    runner: GraphRunner, host: SpokenHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (whole,) = results_of(runner, graph_of("flux"))["decode"].values
+    assert "streamed" not in host.said["denoise"]
+    largest = max(phase.weight_bytes for phase in runner.state.report.phases)
+    # The weights of this model are all small, and small ones are never streamed.
+    monkeypatch.setattr("phase_offload_nodes.state.OffloadSettings", partial(OffloadSettings, resident_below=0))
+    graph = graph_of("flux")
+    graph["load"]["inputs"]["device_memory"] = str(largest * 3 // 4)
+    (streamed,) = results_of(runner, graph)["decode"].values
+    assert torch.equal(streamed, whole)
+    assert re.search(r"\nstreamed .* of weights within .* on cpu and waited .* for them", host.said["denoise"])
+    phases = {phase.name: phase for phase in runner.state.report.phases[-3:]}
+    assert phases["denoise"].streamed_bytes > 0
+    assert phases["denoise"].reserved_peak_bytes <= phases["denoise"].device_budget_bytes == largest * 3 // 4
+
+
+def test_a_budget_that_cannot_work_is_a_sentence_that_says_what_can(runner: GraphRunner) -> None:
+    graph = graph_of("flux")
+    graph["load"]["inputs"]["device_memory"] = "4KiB"
+    with pytest.raises(BudgetError, match=r"The budget of cpu leaves .* Raise device_memory by "):
+        runner.run(graph)
+
+
+def test_a_linked_budget_that_is_none_is_a_sentence(runner: GraphRunner) -> None:
+    with pytest.raises(InputError, match="device_memory='lots' isn't a usable memory budget"):
+        call(runner, "PhaseOffloadLoad", model="sd15", dtype="auto", device="auto", device_memory="lots")
+
+
+def test_a_graph_without_budgets_gives_the_handle_of_auto(runner: GraphRunner) -> None:
+    words = {"model": "sd15", "dtype": "auto", "device": "auto"}
+    (old,) = call(runner, "PhaseOffloadLoad", **words)
+    (new,) = call(runner, "PhaseOffloadLoad", **words, device_memory="auto", host_memory="auto")
+    (other,) = call(runner, "PhaseOffloadLoad", **words, device_memory="6GiB", host_memory="auto")
+    assert old == new != other
 
 
 def test_batch_on_a_model_without_it_and_guidance_without_it(

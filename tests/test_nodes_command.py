@@ -10,6 +10,7 @@ import pytest
 
 import fake_engine
 from offload_core.errors import InsufficientMemoryError
+from offload_core.settings import OffloadSettings
 from phase_offload_nodes.command import main
 
 
@@ -76,6 +77,8 @@ def test_models_are_found_in_the_folders_given(graph: Path, engine: fake_engine.
         (["gone.json"], "gone.json can't be read: No such file or directory."),
         (["graph.json", "--models-dir", "gone"], "The models folder gone isn't there"),
         (["graph.json", "--output-dir", "graph.json"], "The output folder graph.json is a file"),
+        (["graph.json", "--device-memory", "much"], "device_memory='much' isn't a usable memory budget"),
+        (["graph.json", "--host-memory", "120%"], "host_memory='120%' isn't a usable memory budget"),
     ],
 )
 def test_what_cant_be_run_is_a_sentence(
@@ -87,6 +90,33 @@ def test_what_cant_be_run_is_a_sentence(
     assert "Traceback" not in shown
     assert engine.calls == []
     assert not Path("out").exists()
+
+
+BUDGETS = ["--device-memory", "6GiB", "--host-memory", "leave 2GiB"]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "options", "used"),
+    [
+        ({}, [], ("auto", "auto")),
+        ({}, BUDGETS, ("6GiB", "leave 2GiB")),
+        ({"device_memory": "auto", "host_memory": " Auto"}, BUDGETS, ("6GiB", "leave 2GiB")),
+        ({"device_memory": "4GiB"}, BUDGETS, ("4GiB", "leave 2GiB")),
+        ({"device_memory": "4GiB", "host_memory": "50%"}, [], ("4GiB", "50%")),
+    ],
+)
+def test_budgets_of_the_command_stand_for_auto_in_the_graph_and_for_nothing_else(
+    graph: Path, engine: fake_engine.Engine, inputs: dict[str, str], options: list[str], used: tuple[str, str]
+) -> None:
+    change(graph, "1", **inputs)
+    assert main(["run", str(graph), "--output-dir", "out", *options]) == 0
+    assert engine.calls[0][1]["settings"] == OffloadSettings(device_memory=used[0], host_memory=used[1])
+
+
+def test_help_says_how_budgets_and_graph_combine(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["run", "--help"])
+    assert "a node that says anything else keeps its own budget" in capsys.readouterr().out
 
 
 def test_a_wrong_input_names_its_node(

@@ -20,6 +20,7 @@ import fake_engine
 import offload_core
 from offload_core.errors import InputError
 from offload_core.session import Progress
+from offload_core.settings import OffloadSettings
 from phase_offload_nodes.bodies import BODIES
 from phase_offload_nodes.local_host import LocalHost
 from phase_offload_nodes.schema import NODES
@@ -187,6 +188,34 @@ def test_a_model_name_is_checked_before_anything_runs(io: Any, state: PackState)
     assert list(inspect.signature(load.validate_inputs).parameters) == ["model"]
 
 
+def test_an_unusable_budget_is_one_sentence_when_load_runs(io: Any, state: PackState) -> None:
+    """Not in `validate_inputs`: the host repeats its sentence for each input that is named there, right or wrong."""
+    load = classes(state)["PhaseOffloadLoad"]
+    for name in ("device_memory", "host_memory"):
+        for budget in ("", "lots", "0", "-1GiB", "101%", "leave"):
+            with pytest.raises(InputError, match=f"^{name}={budget!r} isn't a usable memory budget: give auto, a size"):
+                load.execute(model="tiny", dtype="auto", device="cpu", **{name: budget})
+
+
+def test_inputs_that_came_later_are_optional_and_last(io: Any, state: PackState) -> None:
+    """Saved workflows list the values of widgets by order, and saved API graphs lack the new names."""
+    inputs = classes(state)["PhaseOffloadLoad"].define_schema().inputs
+    assert [spec.id for spec in inputs] == ["model", "dtype", "device", "device_memory", "host_memory"]
+    assert [spec.settings.get("optional", False) for spec in inputs] == [False, False, False, True, True]
+    assert [spec.settings["default"] for spec in inputs[3:]] == ["auto", "auto"]
+    for spec in inputs[3:]:
+        for spelling in ("auto", "6GiB", "60%", "leave 2GiB"):
+            assert spelling in spec.settings["tooltip"]
+
+
+def test_optional_inputs_have_their_schemas_default_in_the_body() -> None:
+    for node_id, body in BODIES.items():
+        parameters = inspect.signature(body).parameters
+        for spec in NODES[node_id].inputs:
+            default = parameters[spec.name].default
+            assert default == (spec.default if spec.optional else inspect.Parameter.empty)
+
+
 def test_only_load_has_a_fingerprint(io: Any, state: PackState) -> None:
     made = classes(state)
     assert {name for name, node in made.items() if "fingerprint_inputs" in vars(node)} == {"PhaseOffloadLoad"}
@@ -222,7 +251,11 @@ def test_execute_gives_values_and_ui(io: Any, state: PackState, monkeypatch: pyt
     assert purged.ui == {"text": ["Freed 1 MiB."]}
     loaded = made["PhaseOffloadLoad"].execute(model="tiny", dtype="auto", device="cpu")
     assert loaded.args[0].model == "tiny"
+    assert loaded.args[0].settings == OffloadSettings()
     assert loaded.ui is None
+    budgets = {"device_memory": "6GiB", "host_memory": "50%"}
+    loaded = made["PhaseOffloadLoad"].execute(model="tiny", dtype="auto", device="cpu", **budgets)
+    assert loaded.args[0].settings == OffloadSettings(**budgets)
 
 
 @pytest.mark.parametrize("error", [InputError("One sentence."), Interrupted(), KeyboardInterrupt(), ValueError("x")])

@@ -139,6 +139,17 @@ print(json.dumps({
     }
 
 
+def test_every_name_of_the_engine_loads_when_it_is_asked_for(tmp_path: Path):
+    code = """
+import json
+import offload_core
+print(json.dumps({name: getattr(offload_core, name).__name__ for name in offload_core.__all__}))
+"""
+    names = python(code, cwd=tmp_path)
+    assert all(name == own for name, own in names.items())
+    assert {"enable_offload", "BudgetError", "ManagedModuleError", "OffloadSettings"} <= set(names)
+
+
 def test_command_starts_without_torch(tmp_path: Path):
     """So `--help` and a wrong option answer at once."""
     code = """

@@ -42,6 +42,42 @@ def test_table_is_plain_text_within_its_width():
     assert table.splitlines()[-1] == f"decode: {notes[0]}"
 
 
+STREAMED = {"streamed_bytes": int(12.3 * 2**30), "device_budget_bytes": 6 * 2**30, "stall_s": 0.8}
+
+
+def test_a_phase_that_streamed_says_how_much_inside_what_and_how_long_it_waited():
+    table = render(
+        [phase("encode", device="cuda:0"), phase("denoise", device="cuda:0", **STREAMED, notes=("A note.",))]
+    )
+    assert table.splitlines()[-4:] == [
+        "encode ran transformer 20x",
+        "denoise ran transformer 20x",
+        "denoise streamed 12.3 GiB of weights within 6.0 GiB on cuda:0 and waited 0.80 s for them",
+        "denoise: A note.",
+    ]
+
+
+def test_a_phase_within_its_budget_says_nothing_of_streaming():
+    assert "streamed" not in render([phase("denoise", device_budget_bytes=6 * 2**30)])
+
+
+def test_a_budget_that_nobody_could_tell_is_not_named():
+    table = render([phase("denoise", device="mps:0", **STREAMED | {"device_budget_bytes": 1 << 62})])
+    assert table.splitlines()[-1] == "denoise streamed 12.3 GiB of weights on mps:0 and waited 0.80 s for them"
+
+
+def test_streaming_keeps_the_tables_columns_and_width():
+    table = render([phase("a phase of a long name", device="cuda:12", **STREAMED)])
+    assert max(len(line) for line in table.splitlines()) <= WIDTH
+    assert table.splitlines()[0].split() == render([phase("denoise")]).splitlines()[0].split()
+
+
+def test_json_has_what_was_streamed():
+    (values,) = RunReport([phase("denoise", **STREAMED, reserved_peak_bytes=5 * 2**30)]).to_dict()["phases"]
+    assert values["streamed_bytes"] == STREAMED["streamed_bytes"]
+    assert (values["device_budget_bytes"], values["reserved_peak_bytes"], values["stall_s"]) == (6 << 30, 5 << 30, 0.8)
+
+
 def test_table_of_nothing_says_so():
     assert RunReport().table() == "No phase has run."
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,6 +38,9 @@ SHOWN_PICTURES = """() => app.graph.nodes.filter(node => node.type == 'SaveImage
   .flatMap(node => node.imgs ?? []).map(image => [image.naturalWidth, image.naturalHeight])"""
 VISIBLE_PICTURES = """() => [...document.querySelectorAll('[data-node-id] img')].map(image =>
   [image.naturalWidth, image.naturalHeight])"""
+ERROR_DETAILS = re.compile("View details|See Error", re.IGNORECASE)  # of the note about a failed run
+LOAD_WIDGETS = """() => app.graph.nodes.find(node => node.type == 'PhaseOffloadLoad')
+  .widgets.map(widget => widget.value)"""
 FIT_VIEW = """() => {
   const nodes = app.graph.nodes;
   const left = Math.min(...nodes.map(node => node.pos[0])), top = Math.min(...nodes.map(node => node.pos[1]));
@@ -155,6 +159,36 @@ def test_example_workflow_runs_with_the_new_kind_of_nodes(
         assert faults == []
     finally:
         set_setting(page, "Comfy.VueNodes.Enabled", False)
+
+
+def test_workflow_saved_before_there_were_budgets_opens_and_runs(
+    page: Page, workflow: dict[str, Any], faults: list[str], checkout: Checkout, tmp_path: Path
+) -> None:
+    load = node_of_type(workflow, "PhaseOffloadLoad")
+    names = ["device_memory", "host_memory"]
+    load["inputs"] = [entry for entry in load["inputs"] if entry["name"] not in names]
+    load["widgets_values"], load["size"] = load["widgets_values"][:3], [370, 130]
+    node_of_type(workflow, "PhaseOffloadDenoise")["widgets_values"][0] = 7  # else all is cached
+    open_workflow(page, workflow)
+    screenshot(page, "older-workflow", checkout, tmp_path)
+    assert page.evaluate(LOAD_WIDGETS) == [*load["widgets_values"], "auto", "auto"]
+    assert press_run(page) == "execution_success"
+    assert alerts(page) == []
+    assert faults == []
+
+
+def test_unusable_budget_is_shown_to_the_person(
+    page: Page, workflow: dict[str, Any], faults: list[str], checkout: Checkout, tmp_path: Path
+) -> None:
+    node_of_type(workflow, "PhaseOffloadLoad")["widgets_values"][3] = "lots"
+    open_workflow(page, workflow)
+    assert press_run(page) == "execution_error"
+    shown = page.get_by_text("device_memory='lots' isn't a usable memory budget")
+    if not shown.count():
+        page.get_by_text(ERROR_DETAILS).first.click()
+    shown.first.wait_for()
+    screenshot(page, "unusable-budget", checkout, tmp_path)
+    assert faults == []
 
 
 def set_setting(page: Page, name: str, value: Any) -> None:

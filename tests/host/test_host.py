@@ -97,6 +97,7 @@ def test_object_info_lists_the_five_nodes(server: Server) -> None:
         for kind in ("required", "optional"):
             for name, (_, options) in info[node]["input"].get(kind, {}).items():
                 assert options.get("tooltip"), f"{node}.{name} has no tooltip"
+    assert list(info[LOAD]["input"]["optional"]) == ["device_memory", "host_memory"]
     assert info[LOAD]["output"] == ["PHASE_OFFLOAD_MODEL"]
     assert info[ENCODE]["output"] == ["PHASE_OFFLOAD_EMBEDS"]
     assert info[DENOISE]["output"] == ["LATENT"]
@@ -192,6 +193,45 @@ def test_latent_changed_by_a_node_of_the_host_is_decoded_as_changed(server: Serv
     flipped = only_picture(server.run(graph)).astype(float)
     mirrored = plain[:, ::-1].astype(float)
     assert np.abs(flipped - mirrored).mean() < np.abs(flipped - plain).mean()
+
+
+# Memory budgets
+
+
+def test_graph_saved_before_there_were_budgets_runs(server: Server, short: Graph) -> None:
+    graph = with_inputs(short, DENOISE, seed=19)
+    old = copy.deepcopy(graph)
+    for name in ("device_memory", "host_memory"):
+        del old[node_of(old, LOAD)]["inputs"][name]
+    np.testing.assert_array_equal(only_picture(server.run(old)), only_picture(server.run(graph)))
+
+
+@pytest.mark.parametrize("budget", ["60%", "leave 512 MiB", "1GiB"])
+def test_budget_changes_no_pixel(server: Server, short: Graph, budget: str) -> None:
+    graph = with_inputs(short, DENOISE, seed=20)
+    plain = only_picture(server.run(graph))
+    within = with_inputs(graph, LOAD, device_memory=budget, host_memory=budget)
+    run = server.run(within)
+    assert classes_that_ran(run, within) == EVERY_NODE
+    np.testing.assert_array_equal(only_picture(run), plain)
+
+
+@pytest.mark.parametrize("name", ["device_memory", "host_memory"])
+def test_unusable_budget_gives_one_sentence_on_the_load_node(server: Server, short: Graph, name: str) -> None:
+    for budget in ("lots", "", "101%"):
+        run = server.run(with_inputs(short, LOAD, **{name: budget}))
+        assert run.outcome == "execution_error"
+        assert run.error["node_type"] == LOAD
+        message = run.error["exception_message"].strip()
+        assert message.startswith(f"{name}={budget!r} isn't a usable memory budget: give auto")
+        assert "\n" not in message
+
+
+def test_budget_that_cannot_work_gives_one_sentence(server: Server, short: Graph) -> None:
+    message = failure_of(server, with_inputs(short, LOAD, device_memory="16KiB"))
+    assert "Raise device_memory by" in message
+    assert "\n" not in message
+    only_picture(server.run(with_inputs(short, DENOISE, seed=24)))
 
 
 # Cache modes
