@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..streaming import Layout, StreamedWeight, cold_weight
+from ..streaming import Layout, StreamedWeight, cold_weight, is_streamed
 
 
 def cold_like(real: torch.Tensor, name: str, device: torch.device, dtype: torch.dtype | None = None) -> StreamedWeight:
@@ -43,7 +43,7 @@ def real_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
     for child in module.modules():
         for value in vars(child).values():
             for tensor in _tensors_in(value):
-                if not isinstance(tensor, StreamedWeight) and tensor.device.type != "meta":
+                if not is_streamed(tensor) and tensor.device.type != "meta":
                     yield tensor
 
 

@@ -7,7 +7,14 @@ from ._managed import Managed
 from ._plan import StreamPlan, WeightSize, make_plan
 from ._scope import OffloadScope
 from ._shape import Layout
+from ._streamed_class import StreamedClass
 from ._weight import StreamedWeight, cold_weight, is_cold
+
+
+def is_streamed(tensor: object) -> bool:
+    """Whether a tensor is a wrapper that has no memory of its own (whatever class it stands for)."""
+    return issubclass(type(tensor), StreamedWeight | StreamedClass)
+
 
 __all__ = [
     "Layout",
@@ -21,5 +28,6 @@ __all__ = [
     "cold_weight",
     "enable_offload",
     "is_cold",
+    "is_streamed",
     "make_plan",
 ]

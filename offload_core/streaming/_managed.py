@@ -67,6 +67,7 @@ class _Part:
     entries: list[Entry] = field(default_factory=list)
     plain: bool = False
     untouched: bool = False
+    layer_home: torch.device | None = None
     shell: Any = None
     layout: Layout | None = None
     original: torch.Tensor | None = None
@@ -81,6 +82,12 @@ class _Part:
     @property
     def name(self) -> str:
         return self.item.names[0]
+
+    @property
+    def moves_with_layer(self) -> bool:
+        """Whether a weight's layer keeps more of it than the weight: a second list (LSTM), scales (bitsandbytes)."""
+        plain = type(self.item.tensor) in (torch.Tensor, nn.Parameter)
+        return not self.entries and (not plain or any(isinstance(place.owner(), nn.RNNBase) for place in self.places))
 
     @property
     def is_widened(self) -> bool:
@@ -160,6 +167,9 @@ class Managed:
             for part in self._parts:
                 part.forget_module()
         except BaseException:
+            for part in self._parts:
+                if part.layer_home is not None:
+                    self._move_layers(part, part.layer_home)
             self.scope.cache.release([entry for part in self._parts for entry in part.entries])
             self._give_back_masters()
             self._parts = []
@@ -187,7 +197,7 @@ class Managed:
             return part
         if rule.rule == "inner":
             assert rule.take_apart is not None
-            part.shell = shell_of(tensor, f"{self.name}.{item.names[0]}")
+            part.shell = _shell(tensor, f"{self.name}.{item.names[0]}")
             for inner, plain in rule.take_apart(tensor).items():
                 layout = Layout.of(plain)
                 name = f"{item.names[0]}.{inner}"
@@ -274,8 +284,10 @@ class Managed:
                 part.reservation = self.scope.ledger.reserve("device", "resident", part.item.nbytes, part.name)
             elif not part.entries:
                 part.reservation = self.scope.ledger.reserve("device", "resident", part.item.nbytes, part.name)
-                moved = part.item.tensor.to(self.scope.device)
-                part.replacement = moved
+                if part.moves_with_layer:
+                    self._move_layers(part, self.scope.device)
+                else:
+                    part.replacement = part.item.tensor.to(self.scope.device)
             else:
                 self._give_masters(part)
                 for entry in part.entries:
@@ -285,6 +297,13 @@ class Managed:
         for part in parts:
             if part.entries:
                 part.replacement = self._plain_tensor(part)
+
+    def _move_layers(self, part: _Part, device: torch.device) -> None:
+        part.layer_home = part.item.tensor.device
+        for place in part.places:
+            owner = place.owner()
+            if owner is not None:
+                owner.to(device)
 
     def _plain_tensor(self, part: _Part) -> torch.Tensor:
         hot = [entry.hot for entry in part.entries]
@@ -500,12 +519,17 @@ class Managed:
             owner = ref()
             if owner is not None and isinstance(vars(owner).get("_apply"), ApplyGuard):
                 del owner.__dict__["_apply"]
+        for part in self._parts:
+            if restore and part.layer_home is not None:
+                self._move_layers(part, part.layer_home)
         self._parts = []
         self.scope.forget(self)
         return held
 
     def _is_ours(self, part: _Part, now: Any) -> bool:
         """Whether what is registered is what was put there (or a later form of it), not something new."""
+        if part.layer_home is not None:
+            return False
         return now is part.replacement or isinstance(now, StreamedWeight) or part.item.kind == "buffer"
 
     def _keep_plain_edits(self, part: _Part) -> None:
@@ -519,7 +543,7 @@ class Managed:
 
     def _original(self, part: _Part, now: Any) -> Any:
         original = part.original
-        if original is None or part.untouched:
+        if original is None or part.untouched or part.layer_home is not None:
             return now
         entry = now._entry if isinstance(now, StreamedWeight) else part.entries[0] if part.entries else None
         master = entry.master if entry is not None else None
@@ -550,6 +574,16 @@ def _mapped_files(mappings: list[FileMapping] | None) -> list[Path]:
     """The safetensors files that this process has mapped, where the system tells."""
     paths = {mapping.path for mapping in mappings or () if mapping.path}
     return sorted(Path(path) for path in paths if path.endswith(".safetensors"))
+
+
+def _shell(tensor: torch.Tensor, name: str) -> Any:
+    """A weight's shell, which never requires grad; the weight itself is left as it was."""
+    required = tensor.requires_grad
+    tensor.requires_grad_(False)
+    try:
+        return shell_of(tensor, name)
+    finally:
+        tensor.requires_grad_(required)
 
 
 def _owners(part: _Part) -> Iterable[tuple[weakref.ref[nn.Module], str]]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ._shape import normal_mode
 from ._tensor_classes import DelegatesToHot, Shell, TensorClass
 from ._weight import Entry, hot_tensors
 
@@ -16,13 +17,14 @@ class StreamedClass(DelegatesToHot):
 
     _entries: list[Entry]
     _rule: TensorClass
+    _built: list[Any]
 
     @classmethod
     def make(
         cls, shell: Shell, rule: TensorClass, entries: list[Entry], name: str, device: torch.device
     ) -> StreamedClass:
         wrapper: StreamedClass = cls._make(shell, name, device)
-        vars(wrapper).update(_entries=entries, _rule=rule)
+        vars(wrapper).update(_entries=entries, _rule=rule, _built=[])
         return wrapper
 
     def _hot(self) -> torch.Tensor:
@@ -36,8 +38,17 @@ class StreamedClass(DelegatesToHot):
 
 
 def _rebuild(state: dict[str, Any], hot: dict[Entry, torch.Tensor]) -> torch.Tensor:
+    """The weight around its hot inner tensors. It is kept while all of them are resident: building it takes longer than
+    a small product."""
+    entries: list[Entry] = state["_entries"]
+    stays = all(entry.fast is not None and entry.fast is hot[entry] for entry in entries)
+    built: list[Any] = state["_built"]
+    if stays and built and all(old is entry.fast for old, entry in zip(built[0], entries, strict=True)):
+        kept: torch.Tensor = built[1]
+        return kept
     prefix = len(state["_weight_name"]) + 1
-    inner = {entry.names[0][prefix:]: hot[entry] for entry in state["_entries"]}
-    with torch.inference_mode(False):
+    inner = {entry.names[0][prefix:]: hot[entry] for entry in entries}
+    with normal_mode():
         weight: torch.Tensor = state["_rule"].rebuild(state["_shell"], inner)
+    built[:] = [[entry.fast for entry in entries], weight] if stays else []
     return weight

@@ -168,7 +168,7 @@ class StreamedWeight(torch.Tensor):
     # --- what dispatch doesn't see -------------------------------------------------------------------------------
 
     @property
-    def data(self) -> Any:  # type: ignore[override]
+    def data(self) -> Any:
         return self.detach()
 
     @data.setter
