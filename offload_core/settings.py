@@ -20,6 +20,7 @@ class OffloadSettings:
     activation_memory: the part of `device_memory` that isn't given to weights: bytes, "1GiB", "15%" of that budget, or
     "auto" (a share of it, see `limits.activation_reserve`).
     resident_below: weights smaller than this many bytes always stay on the execution device.
+    drop_page_cache: whether file pages are dropped from the page cache as soon as they were read.
     direct_io: "auto" (past the page cache if the model doesn't fit it), "on" or "off".
     read_threads: threads that read ahead, each with a buffer of its own; 0 reads only when a weight is needed.
     encode_missing: whether Denoise may encode again what the embeds don't hold (another prompt, another text length);
@@ -34,6 +35,7 @@ class OffloadSettings:
     activation_memory: int | str = "auto"
     resident_below: int = 1 << 20
     direct_io: str = "auto"
+    drop_page_cache: bool = False
     read_threads: int = 2
     encode_missing: bool = True
     vae_tiling: str = "auto"

@@ -108,7 +108,12 @@ class OffloadScope:
         """The reader of a weight file, opened once. Read past the page cache where that couldn't hold it anyway."""
         if path not in self._files:
             identity = FileIdentity.of(path)
-            self._files[path] = WeightFile(path, identity, direct=self._direct(identity.size))
+            self._files[path] = WeightFile(
+                path,
+                identity,
+                direct=self._direct(identity.size),
+                keep_cached=not self.settings.drop_page_cache,
+            )
         return self._files[path]
 
     @property
