@@ -22,7 +22,7 @@ from .._report_table import human_bytes
 from ..devices import is_out_of_memory
 from ..errors import BudgetError
 from ..file_reader import ReadBuffer, ReadStopped
-from ..ledger import Ledger, Reservation
+from ..ledger import Ledger, Reservation, at_least
 from ._arena import Arena, Region
 from ._copies import CopyEngine, cast, cast_into
 from ._edits import Edits, PrivateMaker, become, writable_master
@@ -32,6 +32,8 @@ from ._shape import Layout, as_bytes, normal_mode
 from ._weight import Entry, aten
 
 log = logging.getLogger(__name__)
+
+_Regions = dict[Entry, tuple[Arena, Region]]
 
 _LOOK_AHEAD = 48  # accesses scanned for what to fetch next; more than any ring holds
 _WAIT_S = 0.02
@@ -97,6 +99,7 @@ class WeightCache:
         self._spent: dict[Entry, None] = {}  # used copies, the longest unused first
         self._ring_hot: dict[Entry, None] = {}
         self._entries: set[Entry] = set()
+        self._groups: dict[tuple[str, str], list[Entry]] = {}  # what one operator may need together
         self._closed = self._fetches_ahead = False
 
     # --- what a scope does ---------------------------------------------------------------------------------------
@@ -105,9 +108,11 @@ class WeightCache:
         """Takes weights in. The order they come in is the first guess of the order they are used in."""
         entries = list(entries)
         with self._lock:
-            self._entries.update(entries)
             for entry in entries:
                 entry.small = entry.nbytes <= self._inline_bytes
+                if entry.group and entry not in self._entries:
+                    self._groups.setdefault((entry.owner, entry.group), []).append(entry)
+            self._entries.update(entries)
             self._fetches_ahead |= not all(entry.small for entry in entries)
             self.order.expect(entry for entry in entries if not entry.lookup_only)
 
@@ -158,6 +163,10 @@ class WeightCache:
                 self._drop(entry)
                 self.engine.forget(entry)
             self._entries -= mine
+            for key in {(entry.owner, entry.group) for entry in entries}:
+                rest = [entry for entry in self._groups.pop(key, ()) if entry not in mine]
+                if rest:
+                    self._groups[key] = rest
             for entry in entries:
                 self._spent.pop(entry, None)
             self.order.forget(mine)
@@ -207,7 +216,7 @@ class WeightCache:
             for entry in entries:
                 if not self.order.note(entry):
                     self._forget_plans()
-            hots = [self._ensure(entry, entries) for entry in entries]
+            hots = [self._ensure(entries[0], entries)] if len(entries) == 1 else self._ensure_all(entries)
             for entry in entries:
                 self._use(entry)
             if self._fetches_ahead:
@@ -222,7 +231,9 @@ class WeightCache:
         assert master is not None
         with torch.inference_mode(False), torch.no_grad():
             rows, inverse = torch.unique(indices.detach().to("cpu", torch.int64), return_inverse=True)
-            if not rows.numel() or rows.numel() > max(layout.shape[0] // 2, 1):
+            if not rows.numel():
+                return torch.empty((*indices.shape, layout.shape[1]), dtype=layout.dtype, device=self.engine.device)
+            if rows.numel() > max(layout.shape[0] // 2, 1) and not entry.lookup_only:
                 return None
             if int(rows[0]) < 0 or int(rows[-1]) >= layout.shape[0]:
                 raise IndexError(f"index out of range in {entry.name}, which has {layout.shape[0]} rows")
@@ -324,6 +335,30 @@ class WeightCache:
                 entry.planned = False
                 self._spent.setdefault(entry)
 
+    def _ensure_all(self, entries: Sequence[Entry]) -> list[torch.Tensor]:
+        """Sends for all of `entries` before it waits for one: who holds some and waits for room for others could wait
+        for somebody who does the same."""
+        for entry in entries:
+            entry.pinned += 1
+        try:
+            self._begin_all(entries)
+            return [self._ensure(entry, entries) for entry in entries]
+        finally:
+            for entry in entries:
+                entry.pinned -= 1
+
+    def _begin_all(self, keep: Sequence[Entry]) -> None:
+        """Makes room for all of `keep` that aren't hot, at once, and sends for them."""
+        while missing := [entry for entry in keep if entry.hot is None and entry.fetch is None]:
+            resident = next((entry for entry in missing if entry.resident), None)
+            if resident is not None:
+                fetch = self._resident_fetch(resident)
+                if fetch is not None:
+                    self._start(fetch, demand=True)
+                continue
+            for entry, region in self._room(missing, keep).items():
+                self._start(self._ring_fetch(entry, region), demand=True)
+
     def _ensure(self, entry: Entry, keep: Sequence[Entry]) -> torch.Tensor:
         if entry.hot is not None:
             self.counts.hits += 1
@@ -333,19 +368,24 @@ class WeightCache:
         while entry.hot is None:
             if entry.small and entry.fetch is None:
                 self._read_now(entry, keep)
-                break
+                continue
             fetch = entry.fetch or self._begin(entry, keep, demand=True)
-            assert fetch is not None
+            if fetch is None:  # another thread sent for it while this one waited for room
+                continue
             if fetch.job is None:
                 self._read_unlocked(fetch)
             else:
                 self.readers.hurry(fetch.job)
                 self._wait(fetch)
-            if self._closed:
+            if self._closed or entry.cache is not self:
                 raise entry.cold_error()
-            if fetch.error is not None and not isinstance(fetch.error, ReadStopped):
-                raise fetch.error.with_traceback(None)
+            error = fetch.error
             del fetch
+            try:
+                if error is not None and not isinstance(error, ReadStopped):
+                    raise error
+            finally:
+                del error  # this frame is in its traceback: together they would keep what the caller's frames hold
         self.counts.stall_s += time.perf_counter() - started
         assert entry.hot is not None
         return entry.hot
@@ -353,8 +393,11 @@ class WeightCache:
     def _begin(self, entry: Entry, keep: Sequence[Entry], *, demand: bool) -> _Fetch | None:
         """Makes room for a hot copy and sends for its bytes. None if there is no room and it isn't demanded."""
         fetch = self._make_fetch(entry, keep, demand=demand)
-        if fetch is not None:
-            entry.fetch = fetch
+        return fetch and self._start(fetch, demand=demand)
+
+    def _start(self, fetch: _Fetch, *, demand: bool) -> _Fetch:
+        fetch.entry.fetch = fetch
+        if not fetch.entry.small:
             fetch.job = _job(self, fetch)
             if not self.readers.submit(fetch.job, urgent=demand):
                 fetch.job = None
@@ -363,13 +406,15 @@ class WeightCache:
     def _make_fetch(self, entry: Entry, keep: Sequence[Entry], *, demand: bool) -> _Fetch | None:
         fetch = self._resident_fetch(entry) if entry.resident else None
         if fetch is None:
-            found = self._room(entry, keep) if demand else self._free_region(entry.nbytes, keep)
-            if found is None:
-                return None
-            arena, region = found
-            with normal_mode():
-                fetch = _Fetch(entry, arena.tensor(region, entry.layout), region, None)
+            found = self._room([entry], keep) if demand else self._free_regions([entry], keep)
+            if found:
+                fetch = self._ring_fetch(entry, found[entry])
         return fetch
+
+    def _ring_fetch(self, entry: Entry, found: tuple[Arena, Region]) -> _Fetch:
+        arena, region = found
+        with normal_mode():
+            return _Fetch(entry, arena.tensor(region, entry.layout), region, None)
 
     def _resident_fetch(self, entry: Entry) -> _Fetch | None:
         """Memory of its own for a resident weight. Where that isn't to be had the weight is streamed from now on."""
@@ -378,7 +423,7 @@ class WeightCache:
             reservation = self.ledger.reserve("device", "resident", entry.nbytes, entry.name)
             with normal_mode():
                 hot = entry.layout.over(self.engine.allocate(entry.nbytes).untyped_storage())
-        except (RuntimeError, MemoryError, BudgetError) as error:
+        except BaseException as error:
             if reservation is not None:
                 reservation.release()
             if not isinstance(error, BudgetError) and not is_out_of_memory(error):
@@ -393,12 +438,17 @@ class WeightCache:
     def _read_now(self, entry: Entry, keep: Sequence[Entry]) -> None:
         """Reads a small weight under the lock: that is over before another thread could be asked to."""
         fetch = self._make_fetch(entry, keep, demand=True)
-        assert fetch is not None
+        if fetch is None:
+            return
         with self._buffer_lock:
             ready, error = self._fill(fetch, self._own_buffer)
         self._arrive(fetch, ready, error)
-        if error is not None:
-            raise error.with_traceback(None)
+        del fetch
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error  # see `_ensure`
 
     def _read_unlocked(self, fetch: _Fetch) -> None:
         """Reads on this thread, without the lock, so that other threads go on."""
@@ -440,10 +490,11 @@ class WeightCache:
             self.counts.fetches += 1
             self.counts.fetched_bytes += entry.nbytes
         else:
-            error.__traceback__ = None  # its frames hold the hot copy
+            _forget_frames(error)  # they hold the hot copy
             if fetch.reservation is not None:
                 fetch.reservation.release()
         fetch.hot, fetch.error, fetch.done = None, error, True
+        fetch.job = None  # it holds the fetch and this cache
         entry.fetch = None
         self._lock.notify_all()
 
@@ -500,12 +551,41 @@ class WeightCache:
         assert entry.hot is not None
         return bool(torch._C._storage_Use_Count(entry.hot.untyped_storage()._cdata) > 2)
 
-    def _free_region(self, nbytes: int, keep: Sequence[Entry]) -> tuple[Arena, Region] | None:
+    def _free_regions(self, needed: Sequence[Entry], keep: Sequence[Entry]) -> _Regions:
         self._reclaim()
-        region = self._take(nbytes)
-        if region is None and self._make_room(keep):
-            region = self._take(nbytes)
-        return region
+        regions = self._take_all(needed)
+        if not regions and self._make_room(keep):
+            regions = self._take_all(needed)
+        return regions
+
+    def _take_all(self, needed: Sequence[Entry], *, alone: bool = False) -> _Regions:
+        """Regions for all of `needed`, or none. Unless `alone`, the other weights that their operators may need must
+        fit beside them: `linear` takes its bias when it has its weight already, and then that can't be moved."""
+        others = () if alone else self._others_of(needed)
+        regions: _Regions = {}
+        for entry in (*needed, *others):
+            region = self._take(entry.nbytes)
+            if region is None:
+                break
+            regions[entry] = region
+        fits = len(regions) == len(needed) + len(others)
+        for entry in others if fits else tuple(regions):
+            arena, unused = regions.pop(entry)
+            arena.give(unused)
+        return regions
+
+    def _others_of(self, needed: Sequence[Entry]) -> Sequence[Entry]:
+        keys = dict.fromkeys((entry.owner, entry.group) for entry in needed)
+        others = [
+            entry
+            for key in keys
+            for entry in self._groups.get(key, ())
+            if entry.hot is None and entry.fetch is None
+            if not (entry.resident or entry.lookup_only or entry in needed)
+        ]
+        align = self.engine.align
+        together = sum(-(-entry.nbytes // align) * align for entry in (*needed, *others))
+        return others if together <= self.largest_arena else ()
 
     def _take(self, nbytes: int) -> tuple[Arena, Region] | None:
         for arena, _ in self._arenas.values():
@@ -514,24 +594,46 @@ class WeightCache:
                 return arena, region
         return None
 
-    def _room(self, entry: Entry, keep: Sequence[Entry]) -> tuple[Arena, Region]:
-        """Room in the ring for a weight that is needed now: from what was used, then from what was fetched ahead, then
-        from what others hold, for which it waits a while; then the ring grows, or it is an error by name."""
+    def _room(self, needed: Sequence[Entry], keep: Sequence[Entry]) -> _Regions:
+        """Room in the ring for weights that are needed now: from what was used, then from what was fetched ahead, then
+        from what others hold, for which it waits a while; then the ring grows, or it is an error by name.
+
+        Nothing if `keep` isn't what it was: another thread sent for one of them, or one was given up to make room.
+        """
         started = time.perf_counter()
         while True:
-            found = self._free_region(entry.nbytes, keep) or self._from_planned(entry, keep)
-            if found is not None:
+            found = self._free_regions(needed, keep) or self._from_planned(needed, keep)
+            if found:
                 return found
             waited = time.perf_counter() - started
             busy = self._in_flight(keep) or self._others_hold(keep)
             if not busy or waited > _GROW_AFTER_S:
-                error = self._grow(entry, keep)
+                if self._give_up(keep):
+                    return {}
+                found = self._take_all(needed, alone=True)
+                if found:
+                    return found
+                error = self._grow(needed, keep)
                 if error is not None and (not busy or waited > _PATIENCE_S):
                     raise error
             if busy:
                 self._lock.wait(_WAIT_S)
+                gone = next((entry for entry in needed if self._closed or entry.cache is not self), None)
+                if gone is not None:
+                    raise gone.cold_error()
+                if any(entry.hot is not None or entry.fetch is not None for entry in needed):
+                    return {}
 
-    def _from_planned(self, entry: Entry, keep: Sequence[Entry]) -> tuple[Arena, Region] | None:
+    def _give_up(self, keep: Sequence[Entry]) -> bool:
+        """Drops copies of an operator's own weights, which split the ring. Returns whether there were any."""
+        mine = [entry for entry in keep if entry in self._ring_hot and entry.pinned == 1 and not self._is_held(entry)]
+        for entry in mine:
+            self._adopt(entry)
+            self._drop(entry)
+        self._reclaim()
+        return bool(mine)
+
+    def _from_planned(self, needed: Sequence[Entry], keep: Sequence[Entry]) -> _Regions:
         """Drops copies that were fetched ahead, the last needed first, and takes back what no thread has begun."""
         ahead = [other for other in self.order.upcoming(_LOOK_AHEAD) if other not in keep]
         for other in reversed(list(dict.fromkeys(ahead))):
@@ -545,15 +647,15 @@ class WeightCache:
                 continue
             del fetch
             self._reclaim()
-            found = self._take(entry.nbytes)
-            if found is not None:
+            found = self._take_all(needed)
+            if found:
                 return found
         for other in [other for other in self._ring_hot if other not in keep and not other.pinned]:
             if not self._is_held(other):
                 self._adopt(other)
                 self._drop(other)
         self._reclaim()
-        return self._take(entry.nbytes)
+        return self._take_all(needed)
 
     def _in_flight(self, keep: Sequence[Entry]) -> bool:
         return any(entry.fetch is not None and entry not in keep for entry in self._entries)
@@ -563,19 +665,23 @@ class WeightCache:
         held = sum(entry.nbytes for entry in keep if entry in self._ring_hot)
         return sum(arena.held_bytes for arena, _ in self._arenas.values()) > held
 
-    def _grow(self, entry: Entry, keep: Sequence[Entry]) -> BudgetError | None:
-        """Makes the ring larger by room for `entry`, or says why it can't."""
+    def _grow(self, needed: Sequence[Entry], keep: Sequence[Entry]) -> BudgetError | None:
+        """Makes the ring larger by room for the largest of `needed`, or says why it can't. What is promised to resident
+        weights isn't taken."""
+        entry = max(needed, key=lambda each: each.nbytes)
+        promised = sum(each.nbytes for each in self._entries if each.resident and each.reservation is None)
         try:
+            self.ledger.reserve("device", "ring", promised + entry.nbytes + self.engine.align).release()
             self._add_arena(entry.nbytes)
         except (BudgetError, RuntimeError, MemoryError) as error:
             if not isinstance(error, BudgetError) and not is_out_of_memory(error):
                 raise
-            together = sum(each.nbytes for each in dict.fromkeys((*keep, entry)))
-            missing = self.ledger.limits["device"] - self.ledger.free("device") + entry.nbytes
+            together = sum(each.nbytes for each in dict.fromkeys((*keep, *needed)))
+            missing = self.ledger.limits["device"] - self.ledger.free("device") + together + 2 * self.engine.align
             return BudgetError(
                 f"There is no room for {entry.name} ({human_bytes(entry.nbytes)}): the ring of "
                 f"{human_bytes(self.ring_bytes)} is held by other uses of its weights, or one operator needs "
-                f"{human_bytes(together)} of weights together. Set device_memory to at least {human_bytes(missing)}."
+                f"{human_bytes(together)} of weights together. Set device_memory to at least {at_least(missing)}."
             )
         self.counts.grown_bytes += entry.nbytes
         log.info("The ring grew by %s for %s", human_bytes(entry.nbytes), entry.name)
@@ -640,6 +746,11 @@ class WeightCache:
         if entry.reservation is not None:
             entry.reservation.release()
             entry.reservation = None
+
+
+def _forget_frames(error: BaseException | None) -> None:
+    while error is not None:
+        error.__traceback__, error = None, error.__context__
 
 
 def _was_edited(entry: Entry) -> bool:

@@ -80,8 +80,11 @@ class Offload:
         """
         if self._managed.released:
             return 0
-        self._managed.release(restore=True)
-        return self._managed.scope.close()
+        try:
+            self._managed.release(restore=True)
+        finally:
+            held = self._managed.scope.close()
+        return held
 
     def __enter__(self) -> Offload:
         return self

@@ -6,13 +6,14 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from ..errors import BudgetError, ManagedModuleError
+from ..errors import BudgetError, ManagedModuleError, OffloadError
 from ..file_backing import FileMapping, read_mappings
 from ..inventory import Item, take_inventory
 from ..ledger import Reservation
@@ -21,7 +22,7 @@ from ._compiled import compiled_blocks, install, uninstall
 from ._dtypes import shortest, through
 from ._guards import ApplyGuard, check_free
 from ._masters import FileMaster, HostMaster, Master
-from ._plan import StreamPlan, WeightSize, make_plan, spread
+from ._plan import StreamPlan, WeightSize, largest_group, make_plan, spread
 from ._shape import Layout, as_bytes
 from ._streamed_class import StreamedClass
 from ._tensor_classes import TensorClass, classify, shell_of
@@ -240,7 +241,8 @@ class Managed:
     def _plan(self, small: list[_Part], large: list[_Part], groups: dict[str, str]) -> None:
         sizes = []
         for part in large:
-            group = groups.get(part.name.rpartition(".")[0], part.name.rpartition(".")[0])
+            owner = part.name.rpartition(".")[0]
+            group = groups.get(owner, owner) or "."  # an operator may be the module itself
             lookup = part.rule.rule == "plain" and all(isinstance(o(), nn.Embedding) for o, _ in _owners(part))
             for entry in part.entries:
                 entry.group, entry.lookup_only = group, lookup
@@ -363,27 +365,50 @@ class Managed:
                     place.put(part.replacement)
         for path, owner in module.named_modules():
             name = f"{self.name}.{path}" if path else self.name
-            guard = ApplyGuard(name, self.scope.device, self.recast)
+            here = weakref.ref(owner)
+            guard = ApplyGuard(name, self.scope.device, partial(self.recast, here), here)
             owner.__dict__["_apply"] = guard
             self._guarded.append(weakref.ref(owner))
 
     # --- while it is attached --------------------------------------------------------------------------------------
 
-    def recast(self, dtype: torch.dtype) -> None:
-        """What `module.to(dtype)` means: floating weights and buffers are of that dtype from now on."""
-        for part in self._parts:
-            if not part.item.dtype.is_floating_point:
+    def recast(self, within: weakref.ref[nn.Module], dtype: torch.dtype) -> None:
+        """What `within.to(dtype)` means: its floating weights and buffers are of that dtype from now on, also those
+        that were added or assigned after attach. Raises BudgetError if no ring holds them then; nothing has changed.
+        """
+        module = within()
+        if module is None:
+            return
+        parts = {(id(place.owner()), place.key): part for part in self._parts for place in part.places}
+        found: list[tuple[dict[str, Any], str, torch.Tensor, _Part | None]] = [
+            (tensors, key, tensor, parts.get((id(owner), key)))
+            for owner in module.modules()
+            for tensors in (owner._parameters, owner._buffers)
+            for key, tensor in tensors.items()
+            if tensor is not None and tensor.is_floating_point()
+        ]
+        streamed = {tensor._entry: None for _, _, tensor, _ in found if isinstance(tensor, StreamedWeight)}
+        sizes = [
+            WeightSize(entry.names[0], entry.layout.with_dtype(dtype).nbytes, entry.group)
+            for entry in streamed
+            if not entry.lookup_only
+        ]
+        needed = largest_group(sizes, self.scope.engine.align)
+        if needed > self.scope.cache.largest_arena > 0:
+            self.scope.cache.add_arena(needed)
+        for entry in streamed:
+            self._recast_streamed(entry, dtype)
+        for tensors, key, tensor, part in found:
+            if isinstance(tensor, StreamedWeight):
                 continue
-            if part.rule.rule != "plain" or not part.entries:
-                for place in part.places:
-                    tensor = place.get()
-                    if tensor is not None and tensor.is_floating_point():
-                        place.put(tensor.to(dtype))
-                continue
-            if part.plain:
+            if part is None or not self._is_ours(part, tensor):
+                tensor.data = tensor.data.to(dtype)
+            elif part.rule.rule != "plain":
+                tensors[key] = tensor.to(dtype)
+            elif part.plain and part.entries:
                 self._recast_plain(part, dtype)
             else:
-                self._recast_streamed(part, dtype)
+                tensor.data = tensor.data.to(dtype)
 
     def _recast_plain(self, part: _Part, dtype: torch.dtype) -> None:
         current = part.places[0].get()
@@ -397,8 +422,7 @@ class Managed:
         else:
             current.data = entry.hot
 
-    def _recast_streamed(self, part: _Part, dtype: torch.dtype) -> None:
-        entry = part.entries[0]
+    def _recast_streamed(self, entry: Entry, dtype: torch.dtype) -> None:
         if entry.layout.dtype == dtype:
             return
         self.scope.cache.recast(entry, dtype, through(entry, dtype))
@@ -406,7 +430,6 @@ class Managed:
             wrapper = ref()
             if wrapper is not None:
                 torch.Tensor.data.__set__(wrapper, StreamedWeight(entry, self.scope.device))  # type: ignore[attr-defined]
-                entry.wrappers.append(ref)
 
     def book_new(self, module: nn.Module) -> None:
         """Books weights that were added after attach (LoRA) and lie on the execution device."""
@@ -494,9 +517,12 @@ class Managed:
             for entry in part.entries
             if entry.hot is not None and entry.region is None and not part.plain
         ]
-        if restore:
-            for part in self._parts:
+        failed: OffloadError | None = None
+        for part in self._parts if restore else ():
+            try:
                 self._keep_plain_edits(part)
+            except OffloadError as error:  # its file changed, or RAM is short: all else is given back first
+                failed = failed or error.with_traceback(None)
         current = {id(part): [place.get() for place in part.places] for part in self._parts}
         strays = [
             weight._entry
@@ -524,6 +550,8 @@ class Managed:
                 self._move_layers(part, part.layer_home)
         self._parts = []
         self.scope.forget(self)
+        if failed is not None:
+            raise failed
         return held
 
     def _is_ours(self, part: _Part, now: Any) -> bool:
@@ -549,7 +577,7 @@ class Managed:
         master = entry.master if entry is not None else None
         if isinstance(master, HostMaster) and part.rule.rule == "plain":
             with torch.no_grad():
-                original.data = master.tensor
+                original.data = master.tensor.to(original.dtype)  # a cast ends with the offload
         return original
 
     def _cold(self, part: _Part) -> Any:
