@@ -10,6 +10,8 @@ from .._report_table import human_bytes
 from ..errors import BudgetError
 from ..ledger import at_least
 
+_IN_FLIGHT = 6  # weights in the ring; with two the disk idles while one is used, more only cost resident ones
+
 
 @dataclass(frozen=True)
 class WeightSize:
@@ -68,8 +70,8 @@ def make_plan(
     ring are aligned to; the ring itself takes so many more.
 
     Every weight is used once a pass, so which ones are resident doesn't matter for the bytes that are streamed, but
-    they have to lie evenly between the streamed ones: then copies have compute to hide behind. The ring holds two of
-    the largest operators' weights, so that one is read while the other is used, unless that is over half the room.
+    they have to lie evenly between the streamed ones: then copies have compute to hide behind. The ring holds six of
+    the largest operators' weights, so that several are read while one is used, unless that is over half the room.
 
     Raises BudgetError, with the smallest budget that can work, if the largest operator's weights don't fit.
     """
@@ -98,7 +100,7 @@ def make_plan(
                 f"{at_least(small_bytes + needed - available)} or more."
             )
         room -= align
-        ring = max(largest, min(2 * largest, room // 2))
+        ring = max(largest, min(_IN_FLIGHT * largest, room // 2))
     elif room < 0:
         raise BudgetError(
             f"The budget of {device} leaves {human_bytes(max(available, 0))} for the small weights of {name}, which "
