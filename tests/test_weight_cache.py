@@ -563,7 +563,7 @@ def test_dropping_a_module_without_release_frees_all_of_it_without_the_garbage_c
         assert reader_threads()
         managed = offload._managed
         kept: list[Any] = [offload, offload.module, managed, managed.scope, managed.scope.cache]
-        kept += [arena._block.untyped_storage() for arena, _ in managed.scope.cache._arenas.values()]
+        kept += [arena._block.untyped_storage() for arena, _ in managed.scope.cache.ring._arenas.values()]
         refs = [weakref.ref(each) for each in kept]
         del offload, managed, kept
         wait_until(lambda: all(ref() is None for ref in refs), 2.0)  # a reader may be in the middle of its last copy

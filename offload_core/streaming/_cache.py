@@ -9,7 +9,6 @@ anybody; at worst it is free later.
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -22,18 +21,18 @@ from .._report_table import human_bytes
 from ..devices import is_out_of_memory
 from ..errors import BudgetError
 from ..file_reader import ReadBuffer, ReadStopped
-from ..ledger import Ledger, Reservation, at_least
+from ..ledger import Ledger, at_least
 from ._arena import Arena, Region
 from ._copies import CopyEngine, cast, cast_into
-from ._edits import Edits, PrivateMaker, become, writable_master
+from ._edits import Edits, PrivateMaker, become, was_edited, writable_master
+from ._fetch import Fetch, forget_frames, job_for
 from ._order import AccessOrder
 from ._readers import Readers
+from ._ring import Regions, Ring
 from ._shape import Layout, as_bytes, normal_mode
 from ._weight import Entry, aten
 
 log = logging.getLogger(__name__)
-
-_Regions = dict[Entry, tuple[Arena, Region]]
 
 _LOOK_AHEAD = 48  # accesses scanned for what to fetch next; more than any ring holds
 _WAIT_S = 0.02
@@ -53,19 +52,6 @@ class CacheCounts:
     fetches: int = 0
     stall_s: float = 0.0
     grown_bytes: int = 0
-
-
-class _Fetch:
-    """A hot copy on its way. `done` is set under the cache's lock."""
-
-    __slots__ = ("done", "entry", "error", "hot", "job", "region", "reservation")
-
-    def __init__(self, entry: Entry, hot: torch.Tensor, region: Region | None, reservation: Reservation | None) -> None:
-        self.entry, self.region, self.reservation = entry, region, reservation
-        self.hot: torch.Tensor | None = hot
-        self.done = False
-        self.error: BaseException | None = None
-        self.job: Any = None
 
 
 class WeightCache:
@@ -93,8 +79,7 @@ class WeightCache:
         self._buffer_lock = threading.Lock()
         self.readers = Readers(rest)
         self._lock = threading.Condition(threading.Lock())
-        self._freed: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._arenas: dict[int, tuple[Arena, Reservation]] = {}
+        self.ring = Ring(engine, ledger)
         self._touched: list[Entry] = []  # small copies that were used without taking the lock
         self._spent: dict[Entry, None] = {}  # used copies, the longest unused first
         self._ring_hot: dict[Entry, None] = {}
@@ -136,15 +121,15 @@ class WeightCache:
     def add_arena(self, nbytes: int) -> None:
         """Makes the ring larger by a block of `nbytes`. Raises BudgetError or torch.OutOfMemoryError."""
         with self._lock:
-            self._add_arena(nbytes)
+            self.ring.add(nbytes)
 
     @property
     def ring_bytes(self) -> int:
-        return sum(arena.nbytes for arena, _ in self._arenas.values())
+        return self.ring.nbytes
 
     @property
     def largest_arena(self) -> int:
-        return max((arena.nbytes for arena, _ in self._arenas.values()), default=0)
+        return self.ring.largest
 
     def release(self, entries: Iterable[Entry], *, keep_edits: bool = False) -> None:
         """Makes weights cold for good. Returns when none of their copies is in flight or held here.
@@ -170,7 +155,7 @@ class WeightCache:
             for entry in entries:
                 self._spent.pop(entry, None)
             self.order.forget(mine)
-            self._reclaim()
+            self.ring.reclaim()
 
     def close(self) -> int:
         """Stops the readers, drains copies, gives all memory back. Returns bytes that somebody outside still holds."""
@@ -180,11 +165,7 @@ class WeightCache:
         self.engine.drain()
         self.release(list(self._entries))
         with self._lock:
-            self._reclaim()
-            held = sum(arena.held_bytes for arena, _ in self._arenas.values())
-            for _, reservation in self._arenas.values():
-                reservation.release()
-            self._arenas.clear()
+            held = self.ring.close()
         self.engine.close()
         for buffer in self._buffers:
             buffer.close()
@@ -305,7 +286,7 @@ class WeightCache:
             self._adopt(entry)
             entry.resident = False
             self._drop(entry)
-            self._reclaim()
+            self.ring.reclaim()
 
     # --- under the lock ------------------------------------------------------------------------------------------
 
@@ -390,20 +371,20 @@ class WeightCache:
         assert entry.hot is not None
         return entry.hot
 
-    def _begin(self, entry: Entry, keep: Sequence[Entry], *, demand: bool) -> _Fetch | None:
+    def _begin(self, entry: Entry, keep: Sequence[Entry], *, demand: bool) -> Fetch | None:
         """Makes room for a hot copy and sends for its bytes. None if there is no room and it isn't demanded."""
         fetch = self._make_fetch(entry, keep, demand=demand)
         return fetch and self._start(fetch, demand=demand)
 
-    def _start(self, fetch: _Fetch, *, demand: bool) -> _Fetch:
+    def _start(self, fetch: Fetch, *, demand: bool) -> Fetch:
         fetch.entry.fetch = fetch
         if not fetch.entry.small:
-            fetch.job = _job(self, fetch)
+            fetch.job = job_for(self, fetch)
             if not self.readers.submit(fetch.job, urgent=demand):
                 fetch.job = None
         return fetch
 
-    def _make_fetch(self, entry: Entry, keep: Sequence[Entry], *, demand: bool) -> _Fetch | None:
+    def _make_fetch(self, entry: Entry, keep: Sequence[Entry], *, demand: bool) -> Fetch | None:
         fetch = self._resident_fetch(entry) if entry.resident else None
         if fetch is None:
             found = self._room([entry], keep) if demand else self._free_regions([entry], keep)
@@ -411,12 +392,12 @@ class WeightCache:
                 fetch = self._ring_fetch(entry, found[entry])
         return fetch
 
-    def _ring_fetch(self, entry: Entry, found: tuple[Arena, Region]) -> _Fetch:
+    def _ring_fetch(self, entry: Entry, found: tuple[Arena, Region]) -> Fetch:
         arena, region = found
         with normal_mode():
-            return _Fetch(entry, arena.tensor(region, entry.layout), region, None)
+            return Fetch(entry, arena.tensor(region, entry.layout), region, None)
 
-    def _resident_fetch(self, entry: Entry) -> _Fetch | None:
+    def _resident_fetch(self, entry: Entry) -> Fetch | None:
         """Memory of its own for a resident weight. Where that isn't to be had the weight is streamed from now on."""
         reservation = None
         try:
@@ -433,7 +414,7 @@ class WeightCache:
             log.info("%s is streamed: there is no room to keep it (%s)", entry.name, error)
             entry.resident = False
             return None
-        return _Fetch(entry, hot, None, reservation)
+        return Fetch(entry, hot, None, reservation)
 
     def _read_now(self, entry: Entry, keep: Sequence[Entry]) -> None:
         """Reads a small weight under the lock: that is over before another thread could be asked to."""
@@ -450,7 +431,7 @@ class WeightCache:
         finally:
             del error  # see `_ensure`
 
-    def _read_unlocked(self, fetch: _Fetch) -> None:
+    def _read_unlocked(self, fetch: Fetch) -> None:
         """Reads on this thread, without the lock, so that other threads go on."""
         self._lock.release()
         try:
@@ -461,14 +442,14 @@ class WeightCache:
         if not fetch.done:
             self._arrive(fetch, ready, error)
 
-    def _read_ahead(self, fetch: _Fetch, buffer: ReadBuffer) -> None:
+    def read_ahead(self, fetch: Fetch, buffer: ReadBuffer) -> None:
         """What a reader does."""
         ready, error = self._fill(fetch, buffer)
         with self._lock:
             if not fetch.done:
                 self._arrive(fetch, ready, error)
 
-    def _fill(self, fetch: _Fetch, buffer: ReadBuffer) -> tuple[Any, BaseException | None]:
+    def _fill(self, fetch: Fetch, buffer: ReadBuffer) -> tuple[Any, BaseException | None]:
         """Fills a hot copy. Never raises: what went wrong is told to whoever waits for the weight."""
         hot = fetch.hot
         if hot is None or fetch.done:
@@ -478,7 +459,7 @@ class WeightCache:
         except BaseException as error:
             return None, error
 
-    def _arrive(self, fetch: _Fetch, ready: Any, error: BaseException | None) -> None:
+    def _arrive(self, fetch: Fetch, ready: Any, error: BaseException | None) -> None:
         entry = fetch.entry
         if error is None:
             entry.hot, entry.ready, entry.region, entry.reservation = fetch.hot, ready, fetch.region, fetch.reservation
@@ -490,7 +471,7 @@ class WeightCache:
             self.counts.fetches += 1
             self.counts.fetched_bytes += entry.nbytes
         else:
-            _forget_frames(error)  # they hold the hot copy
+            forget_frames(error)  # they hold the hot copy
             if fetch.reservation is not None:
                 fetch.reservation.release()
         fetch.hot, fetch.error, fetch.done = None, error, True
@@ -498,7 +479,7 @@ class WeightCache:
         entry.fetch = None
         self._lock.notify_all()
 
-    def _wait(self, fetch: _Fetch) -> None:
+    def _wait(self, fetch: Fetch) -> None:
         while not fetch.done:
             self._lock.wait(_WAIT_S)
             if self._poll is not None and not fetch.done:
@@ -530,7 +511,7 @@ class WeightCache:
         """Lets go of what was used and isn't expected soon."""
         if self._spent and self.engine.eager:
             self._make_room(keep)
-        self._reclaim()
+        self.ring.reclaim()
 
     def _make_room(self, keep: Sequence[Entry]) -> bool:
         """Drops used copies that aren't expected soon. Returns whether any was dropped."""
@@ -543,7 +524,7 @@ class WeightCache:
             self._adopt(entry)
             self._drop(entry)
         if gone:
-            self._reclaim()
+            self.ring.reclaim()
         return bool(gone)
 
     def _is_held(self, entry: Entry) -> bool:
@@ -551,28 +532,17 @@ class WeightCache:
         assert entry.hot is not None
         return bool(torch._C._storage_Use_Count(entry.hot.untyped_storage()._cdata) > 2)
 
-    def _free_regions(self, needed: Sequence[Entry], keep: Sequence[Entry]) -> _Regions:
-        self._reclaim()
+    def _free_regions(self, needed: Sequence[Entry], keep: Sequence[Entry]) -> Regions:
+        self.ring.reclaim()
         regions = self._take_all(needed)
         if not regions and self._make_room(keep):
             regions = self._take_all(needed)
         return regions
 
-    def _take_all(self, needed: Sequence[Entry], *, alone: bool = False) -> _Regions:
+    def _take_all(self, needed: Sequence[Entry], *, alone: bool = False) -> Regions:
         """Regions for all of `needed`, or none. Unless `alone`, the other weights that their operators may need must
         fit beside them: `linear` takes its bias when it has its weight already, and then that can't be moved."""
-        others = () if alone else self._others_of(needed)
-        regions: _Regions = {}
-        for entry in (*needed, *others):
-            region = self._take(entry.nbytes)
-            if region is None:
-                break
-            regions[entry] = region
-        fits = len(regions) == len(needed) + len(others)
-        for entry in others if fits else tuple(regions):
-            arena, unused = regions.pop(entry)
-            arena.give(unused)
-        return regions
+        return self.ring.take(needed, () if alone else self._others_of(needed))
 
     def _others_of(self, needed: Sequence[Entry]) -> Sequence[Entry]:
         keys = dict.fromkeys((entry.owner, entry.group) for entry in needed)
@@ -583,18 +553,9 @@ class WeightCache:
             if entry.hot is None and entry.fetch is None
             if not (entry.resident or entry.lookup_only or entry in needed)
         ]
-        align = self.engine.align
-        together = sum(-(-entry.nbytes // align) * align for entry in (*needed, *others))
-        return others if together <= self.largest_arena else ()
+        return others if self.ring.fits((*needed, *others)) else ()
 
-    def _take(self, nbytes: int) -> tuple[Arena, Region] | None:
-        for arena, _ in self._arenas.values():
-            region = arena.take(nbytes)
-            if region is not None:
-                return arena, region
-        return None
-
-    def _room(self, needed: Sequence[Entry], keep: Sequence[Entry]) -> _Regions:
+    def _room(self, needed: Sequence[Entry], keep: Sequence[Entry]) -> Regions:
         """Room in the ring for weights that are needed now: from what was used, then from what was fetched ahead, then
         from what others hold, for which it waits a while; then the ring grows, or it is an error by name.
 
@@ -630,10 +591,10 @@ class WeightCache:
         for entry in mine:
             self._adopt(entry)
             self._drop(entry)
-        self._reclaim()
+        self.ring.reclaim()
         return bool(mine)
 
-    def _from_planned(self, needed: Sequence[Entry], keep: Sequence[Entry]) -> _Regions:
+    def _from_planned(self, needed: Sequence[Entry], keep: Sequence[Entry]) -> Regions:
         """Drops copies that were fetched ahead, the last needed first, and takes back what no thread has begun."""
         ahead = [other for other in self.order.upcoming(_LOOK_AHEAD) if other not in keep]
         for other in reversed(list(dict.fromkeys(ahead))):
@@ -646,7 +607,7 @@ class WeightCache:
             else:
                 continue
             del fetch
-            self._reclaim()
+            self.ring.reclaim()
             found = self._take_all(needed)
             if found:
                 return found
@@ -654,7 +615,7 @@ class WeightCache:
             if not self._is_held(other):
                 self._adopt(other)
                 self._drop(other)
-        self._reclaim()
+        self.ring.reclaim()
         return self._take_all(needed)
 
     def _in_flight(self, keep: Sequence[Entry]) -> bool:
@@ -663,7 +624,7 @@ class WeightCache:
     def _others_hold(self, keep: Sequence[Entry]) -> bool:
         """Whether regions are alive that this operator doesn't hold: another thread's, or an alias somebody keeps."""
         held = sum(entry.nbytes for entry in keep if entry in self._ring_hot)
-        return sum(arena.held_bytes for arena, _ in self._arenas.values()) > held
+        return self.ring.held_bytes > held
 
     def _grow(self, needed: Sequence[Entry], keep: Sequence[Entry]) -> BudgetError | None:
         """Makes the ring larger by room for the largest of `needed`, or says why it can't. What is promised to resident
@@ -671,8 +632,7 @@ class WeightCache:
         entry = max(needed, key=lambda each: each.nbytes)
         promised = sum(each.nbytes for each in self._entries if each.resident and each.reservation is None)
         try:
-            self.ledger.reserve("device", "ring", promised + entry.nbytes + self.engine.align).release()
-            self._add_arena(entry.nbytes)
+            self.ring.add(entry.nbytes, spare=promised)
         except (BudgetError, RuntimeError, MemoryError) as error:
             if not isinstance(error, BudgetError) and not is_out_of_memory(error):
                 raise
@@ -686,37 +646,6 @@ class WeightCache:
         self.counts.grown_bytes += entry.nbytes
         log.info("The ring grew by %s for %s", human_bytes(entry.nbytes), entry.name)
         return None
-
-    def _add_arena(self, nbytes: int) -> None:
-        nbytes = -(-nbytes // self.engine.align) * self.engine.align
-        reservation = self.ledger.reserve("device", "ring", nbytes + self.engine.align)
-        try:
-            arena = Arena(nbytes, self.engine.allocate, self._freed, align=self.engine.align, whole=self.engine.whole)
-        except BaseException:
-            reservation.release()
-            raise
-        self._arenas[id(arena)] = (arena, reservation)
-
-    def _reclaim(self) -> None:
-        """Takes back the regions whose storages died."""
-        if self._freed.empty():
-            return
-        streams: set[Any] = set()
-        back: list[tuple[Arena, Region]] = []
-        while True:
-            try:
-                death = self._freed.get_nowait()
-            except queue.Empty:
-                break
-            pair = self._arenas.get(death.arena)
-            if pair is not None:
-                region = pair[0].buried(death)
-                streams |= region.streams
-                back.append((pair[0], region))
-        if back:
-            self.engine.retire(streams)
-            for arena, region in back:
-                arena.give(region)
 
     def _settle(self, entry: Entry) -> None:
         """Waits until no copy of a weight is in flight."""
@@ -733,7 +662,7 @@ class WeightCache:
 
     def _adopt(self, entry: Entry) -> None:
         """If a hot copy was written to through a view, its values become the master's."""
-        if entry.hot is not None and _was_edited(entry):
+        if entry.hot is not None and was_edited(entry):
             self.engine.before_use(entry)
             self._private.adopt(entry)
 
@@ -746,31 +675,3 @@ class WeightCache:
         if entry.reservation is not None:
             entry.reservation.release()
             entry.reservation = None
-
-
-def _forget_frames(error: BaseException | None) -> None:
-    while error is not None:
-        error.__traceback__, error = None, error.__context__
-
-
-def _was_edited(entry: Entry) -> bool:
-    seen, hot = entry.seen, entry.hot
-    assert hot is not None
-    if hot._version != seen.get(0, 0):
-        return True
-    known = set(seen.values())
-    for ref in entry.wrappers:
-        wrapper = ref()
-        if wrapper is None:
-            continue
-        expected = seen.get(id(wrapper))
-        if wrapper._version != expected and (expected is not None or wrapper._version not in known):
-            return True
-    return False
-
-
-def _job(cache: WeightCache, fetch: _Fetch) -> Callable[[ReadBuffer], None]:
-    def read(buffer: ReadBuffer) -> None:
-        cache._read_ahead(fetch, buffer)
-
-    return read

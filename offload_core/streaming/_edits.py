@@ -112,3 +112,21 @@ class Edits:
         for entry, master in zip(self._targets, self._masters, strict=False):
             if master is not entry.master:
                 master.close()
+
+
+def was_edited(entry: Entry) -> bool:
+    """Whether a hot copy was written to since it was made. torch counts the writes: those through a view of a wrapper
+    on the wrapper, with which the view shares its counter."""
+    seen, hot = entry.seen, entry.hot
+    assert hot is not None
+    if hot._version != seen.get(0, 0):
+        return True
+    known = set(seen.values())
+    for ref in entry.wrappers:
+        wrapper = ref()
+        if wrapper is None:
+            continue
+        expected = seen.get(id(wrapper))
+        if wrapper._version != expected and (expected is not None or wrapper._version not in known):
+            return True
+    return False

@@ -71,7 +71,8 @@ def make_plan(
 
     Every weight is used once a pass, so which ones are resident doesn't matter for the bytes that are streamed, but
     they have to lie evenly between the streamed ones: then copies have compute to hide behind. The ring holds six of
-    the largest operators' weights, so that several are read while one is used, unless that is over half the room.
+    the largest operators' weights, so that several are read while one is used; less if that is over half the room, or
+    over what doesn't fit: the ring itself keeps weights from being resident.
 
     Raises BudgetError, with the smallest budget that can work, if the largest operator's weights don't fit.
     """
@@ -100,7 +101,7 @@ def make_plan(
                 f"{at_least(small_bytes + needed - available)} or more."
             )
         room -= align
-        ring = max(largest, min(_IN_FLIGHT * largest, room // 2))
+        ring = max(largest, min(_IN_FLIGHT * largest, total - room, room // 2))
     elif room < 0:
         raise BudgetError(
             f"The budget of {device} leaves {human_bytes(max(available, 0))} for the small weights of {name}, which "
