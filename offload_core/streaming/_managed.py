@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +21,7 @@ from ._compiled import compiled_blocks, install, uninstall
 from ._dtypes import shortest, through
 from ._guards import ApplyGuard, check_free
 from ._masters import FileMaster, HostMaster, Master
+from ._parts import Part, Place, is_recurrent, operator_groups
 from ._plan import StreamPlan, WeightSize, largest_group, make_plan, spread
 from ._shape import Layout, as_bytes
 from ._streamed_class import StreamedClass
@@ -34,75 +34,6 @@ if TYPE_CHECKING:
 # The dtypes that a floating weight is cast through, by its name and stored dtype; the last is the one it runs in.
 DtypeRule = Callable[[str, torch.dtype], tuple[torch.dtype, ...]]
 
-_NORMS = ("norm", "Norm")
-
-
-@dataclass
-class _Place:
-    """Where a weight is registered. The module is held weakly: it keeps its guard, which keeps this."""
-
-    owner: weakref.ref[nn.Module]
-    key: str
-    buffer: bool
-
-    def put(self, tensor: Any) -> None:
-        owner = self.owner()
-        if owner is not None:
-            (owner._buffers if self.buffer else owner._parameters)[self.key] = tensor
-
-    def get(self) -> Any:
-        owner = self.owner()
-        return None if owner is None else (owner._buffers if self.buffer else owner._parameters).get(self.key)
-
-
-@dataclass(eq=False)
-class _Part:
-    """One tensor of the module. entries: one, or several for a weight of a class of its own.
-
-    plain: its hot tensor is registered itself, without a wrapper. untouched: it stays the tensor it was.
-    """
-
-    item: Item
-    rule: TensorClass
-    places: list[_Place]
-    entries: list[Entry] = field(default_factory=list)
-    plain: bool = False
-    untouched: bool = False
-    layer_home: torch.device | None = None
-    shell: Any = None
-    layout: Layout | None = None
-    original: torch.Tensor | None = None
-    replacement: Any = None
-    reservation: Reservation | None = None
-
-    def forget_module(self) -> None:
-        """Lets go of the module and, unless it is kept as the original, of the tensor that it had."""
-        self.item.places = ()
-        self.item.tensor = None  # type: ignore[assignment]
-
-    @property
-    def name(self) -> str:
-        return self.item.names[0]
-
-    @property
-    def moves_with_layer(self) -> bool:
-        """Whether a weight's layer keeps more of it than the weight: a second list (LSTM), scales (bitsandbytes)."""
-        plain = type(self.item.tensor) in (torch.Tensor, nn.Parameter)
-        return not self.entries and (not plain or any(isinstance(place.owner(), nn.RNNBase) for place in self.places))
-
-    @property
-    def is_widened(self) -> bool:
-        """Whether it is cast to a wider dtype than it is stored in."""
-        return any(entry.casts and entry.layout.dtype.itemsize >= self.item.dtype.itemsize for entry in self.entries)
-
-    @property
-    def is_resident(self) -> bool:
-        return self.plain or any(entry.resident for entry in self.entries)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(entry.nbytes for entry in self.entries) if self.entries else self.item.nbytes
-
 
 class Managed:
     """A module whose weights a scope manages. Kept alive by the module itself (by its guard)."""
@@ -112,7 +43,7 @@ class Managed:
         self.plan: StreamPlan
         self._keep_grad = False
         self.attributes: dict[str, tuple[str, ...]] = {}
-        self._parts: list[_Part] = []
+        self._parts: list[Part] = []
         self._guarded: list[weakref.ref[nn.Module]] = []
         self._compiled: list[weakref.ref[nn.Module]] = []
         self._extra: list[Reservation] = []
@@ -146,7 +77,7 @@ class Managed:
         try:
             self._parts = [self._part(item, rule, dtype_of) for item, rule in zip(items, rules, strict=True)]
             blocks = compiled_blocks(module, self.name)
-            groups = _operator_groups(module, [path for path, _ in blocks])
+            groups = operator_groups(module, [path for path, _ in blocks])
             widened = [part.item.nbytes for part in self._parts if part.is_widened]
             if widened:
                 self.scope.engine.prepare_casts(max(widened))
@@ -184,16 +115,16 @@ class Managed:
             raise ManagedModuleError(f"{item.tensor._entry.name} is under offload already. Release that one first.")
         return True
 
-    def _part(self, item: Item, rule: TensorClass, dtype_of: DtypeRule | None) -> _Part:
+    def _part(self, item: Item, rule: TensorClass, dtype_of: DtypeRule | None) -> Part:
         places = [
-            _Place(weakref.ref(owner), key, key in owner._buffers and key not in owner._parameters)
+            Place(weakref.ref(owner), key, key in owner._buffers and key not in owner._parameters)
             for owner, key in item.places
         ]
-        part = _Part(item, rule, places)
+        part = Part(item, rule, places)
         tensor = item.tensor
         stride = item.stride if len(item.stride) == len(item.shape) else torch.empty(item.shape, device="meta").stride()
         part.layout = Layout(item.dtype, torch.Size(item.shape), stride)
-        if rule.rule == "resident" or item.shares_storage or not item.dense or _is_recurrent(item):
+        if rule.rule == "resident" or item.shares_storage or not item.dense or is_recurrent(item):
             part.untouched = tensor.device == self.scope.device
             return part
         if rule.rule == "inner":
@@ -214,7 +145,7 @@ class Managed:
         part.entries.append(Entry(item.names, layout, None, self.scope.cache, casts=casts, owner=self.name))
         return part
 
-    def _split_and_plan(self, groups: dict[str, str]) -> tuple[list[_Part], list[_Part]]:
+    def _split_and_plan(self, groups: dict[str, str]) -> tuple[list[Part], list[Part]]:
         """Parts that stay on the device and parts that the plan is for. Where the budget can't even hold the small
         weights, fewer count as small."""
         below = self.scope.settings.resident_below
@@ -228,25 +159,24 @@ class Managed:
                     raise
             below //= 4
 
-    def _split(self, below: int) -> tuple[list[_Part], list[_Part]]:
+    def _split(self, below: int) -> tuple[list[Part], list[Part]]:
         """Parts that always stay on the device (small, mutable, or of a class that can't be streamed), and the rest."""
-        small: list[_Part] = []
-        large: list[_Part] = []
+        small: list[Part] = []
+        large: list[Part] = []
         for part in self._parts:
-            is_norm = all(any(word in type(owner()).__name__ for word in _NORMS) for owner, _ in _owners(part))
-            stays = part.item.kind == "buffer" or not part.entries or part.nbytes < below or (is_norm and below > 0)
+            is_small = part.nbytes < below or (part.is_norm and below > 0)
+            stays = part.item.kind == "buffer" or not part.entries or is_small
             (small if stays else large).append(part)
         return small, large
 
-    def _plan(self, small: list[_Part], large: list[_Part], groups: dict[str, str]) -> None:
+    def _plan(self, small: list[Part], large: list[Part], groups: dict[str, str]) -> None:
         sizes = []
         for part in large:
             owner = part.name.rpartition(".")[0]
             group = groups.get(owner, owner) or "."  # an operator may be the module itself
-            lookup = part.rule.rule == "plain" and all(isinstance(o(), nn.Embedding) for o, _ in _owners(part))
             for entry in part.entries:
-                entry.group, entry.lookup_only = group, lookup
-                sizes.append(WeightSize(entry.names[0], entry.nbytes, group, lookup))
+                entry.group, entry.lookup_only = group, part.is_lookup
+                sizes.append(WeightSize(entry.names[0], entry.nbytes, group, part.is_lookup))
         small_bytes = sum(part.nbytes for part in small)
         self.scope.make_room(small_bytes + sum(size.nbytes for size in sizes))
         self.plan = make_plan(
@@ -264,7 +194,7 @@ class Managed:
                 entry.resident = self.plan.whole or entry.names[0] in self.plan.resident
                 entry.lookup_only &= not self.plan.whole
 
-    def _master(self, part: _Part, entry: Entry, tensor: torch.Tensor) -> Master:
+    def _master(self, part: Part, entry: Entry, tensor: torch.Tensor) -> Master:
         item = part.item
         if item.ranges and part.rule.rule == "plain":
             where = item.ranges[0]
@@ -279,7 +209,7 @@ class Managed:
             raise
         return HostMaster(host, reservation)
 
-    def _load_plain(self, parts: list[_Part]) -> None:
+    def _load_plain(self, parts: list[Part]) -> None:
         entries = []
         for part in parts:
             if part.untouched:
@@ -300,14 +230,14 @@ class Managed:
             if part.entries:
                 part.replacement = self._plain_tensor(part)
 
-    def _move_layers(self, part: _Part, device: torch.device) -> None:
+    def _move_layers(self, part: Part, device: torch.device) -> None:
         part.layer_home = part.item.tensor.device
         for place in part.places:
             owner = place.owner()
             if owner is not None:
                 owner.to(device)
 
-    def _plain_tensor(self, part: _Part) -> torch.Tensor:
+    def _plain_tensor(self, part: Part) -> torch.Tensor:
         hot = [entry.hot for entry in part.entries]
         if part.rule.rule == "inner":
             assert part.rule.rebuild is not None
@@ -320,7 +250,7 @@ class Managed:
             return tensor
         return nn.Parameter(tensor, requires_grad=self._keep_grad and part.item.tensor.requires_grad)
 
-    def _give_masters(self, part: _Part) -> None:
+    def _give_masters(self, part: Part) -> None:
         if part.rule.rule == "inner":
             assert part.rule.take_apart is not None
             for entry, tensor in zip(part.entries, part.rule.take_apart(part.item.tensor).values(), strict=True):
@@ -328,7 +258,7 @@ class Managed:
         else:
             part.entries[0].master = self._master(part, part.entries[0], part.item.tensor)
 
-    def _wrap(self, part: _Part) -> None:
+    def _wrap(self, part: Part) -> None:
         self._give_masters(part)
         if part.rule.rule == "inner":
             part.replacement = StreamedClass.make(part.shell, part.rule, part.entries, part.name, self.scope.device)
@@ -337,7 +267,7 @@ class Managed:
             wants_grad = self._keep_grad and part.item.tensor.requires_grad
             part.replacement = nn.Parameter(weight, requires_grad=wants_grad)
 
-    def _plan_host(self, parts: list[_Part]) -> None:
+    def _plan_host(self, parts: list[Part]) -> None:
         """Which streamed weights stay in pinned memory, spread evenly; the others are read anew each time."""
         streamed = [
             entry
@@ -380,7 +310,7 @@ class Managed:
         if module is None:
             return
         parts = {(id(place.owner()), place.key): part for part in self._parts for place in part.places}
-        found: list[tuple[dict[str, Any], str, torch.Tensor, _Part | None]] = [
+        found: list[tuple[dict[str, Any], str, torch.Tensor, Part | None]] = [
             (tensors, key, tensor, parts.get((id(owner), key)))
             for owner in module.modules()
             for tensors in (owner._parameters, owner._buffers)
@@ -410,7 +340,7 @@ class Managed:
             else:
                 tensor.data = tensor.data.to(dtype)
 
-    def _recast_plain(self, part: _Part, dtype: torch.dtype) -> None:
+    def _recast_plain(self, part: Part, dtype: torch.dtype) -> None:
         current = part.places[0].get()
         if current is None or current.dtype == dtype:
             return
@@ -475,7 +405,7 @@ class Managed:
             self.scope.cache.stream(entry)
         return gone
 
-    def _could_stream(self, part: _Part) -> bool:
+    def _could_stream(self, part: Part) -> bool:
         is_weight = part.item.kind == "parameter" and part.rule.rule == "plain" and len(part.entries) == 1
         return is_weight and part.nbytes >= max(self.scope.settings.resident_below, 1)
 
@@ -554,13 +484,13 @@ class Managed:
             raise failed
         return held
 
-    def _is_ours(self, part: _Part, now: Any) -> bool:
+    def _is_ours(self, part: Part, now: Any) -> bool:
         """Whether what is registered is what was put there (or a later form of it), not something new."""
         if part.layer_home is not None:
             return False
         return now is part.replacement or isinstance(now, StreamedWeight) or part.item.kind == "buffer"
 
-    def _keep_plain_edits(self, part: _Part) -> None:
+    def _keep_plain_edits(self, part: Part) -> None:
         """A plain tensor may have been changed in ways that nothing reports: its bytes are compared."""
         if not part.plain or part.rule.rule != "plain" or not part.entries:
             return
@@ -569,7 +499,7 @@ class Managed:
             return
         self.scope.cache.keep_if_changed(entry, now.detach())
 
-    def _original(self, part: _Part, now: Any) -> Any:
+    def _original(self, part: Part, now: Any) -> Any:
         original = part.original
         if original is None or part.untouched or part.layer_home is not None:
             return now
@@ -580,7 +510,7 @@ class Managed:
                 original.data = master.tensor.to(original.dtype)  # a cast ends with the offload
         return original
 
-    def _cold(self, part: _Part) -> Any:
+    def _cold(self, part: Part) -> Any:
         if isinstance(part.replacement, StreamedWeight):
             return part.replacement
         assert part.layout is not None
@@ -612,28 +542,3 @@ def _shell(tensor: torch.Tensor, name: str) -> Any:
         return shell_of(tensor, name)
     finally:
         tensor.requires_grad_(required)
-
-
-def _owners(part: _Part) -> Iterable[tuple[weakref.ref[nn.Module], str]]:
-    return [(place.owner, place.key) for place in part.places]
-
-
-def _is_recurrent(item: Item) -> bool:
-    """Whether a weight belongs to an LSTM or GRU, which keeps its weights in a second list, too."""
-    return any(isinstance(owner, nn.RNNBase) for owner, _ in item.places)
-
-
-def _operator_groups(module: nn.Module, compiled: Sequence[str]) -> dict[str, str]:
-    """Module paths whose weights are taken together, by the path that stands for them all.
-
-    A compiled block gets all of its weights at once. torch's own attention and encoder layers hand the weights of their
-    children to one fused operator.
-    """
-    groups: dict[str, str] = {}
-    for path, part in module.named_modules():
-        fused = isinstance(part, nn.MultiheadAttention | nn.TransformerEncoderLayer)
-        if path in groups or not (fused or path in compiled):
-            continue
-        for child, _ in part.named_modules(prefix=path):
-            groups[child] = path or "the compiled module"
-    return groups
