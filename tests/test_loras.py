@@ -56,6 +56,20 @@ def test_two_loras_in_phases_equal_the_one_shot_run(name: str, denoiser: str, tm
     assert all(phase.leaked_bytes == 0 for phase in session.report.phases)
 
 
+def test_a_lora_in_a_full_budget_makes_room_and_gives_the_same_bits(tmp_path: Path) -> None:
+    files = [(make_lora("flux", "transformer", tmp_path / "lora.safetensors", ["to_q", "to_v", "to_k"]), 0.7)]
+    call, budget = job("flux", guided=True), 300 * 1024
+    expected = one_shot_with_lora("flux", files, 3, **words("flux"), **call)
+    settings = po.OffloadSettings(device_memory=budget, resident_below=4096, activation_memory=0)
+    options: dict[str, Any] = {"dtype": "auto", "seed": 3, "settings": settings, "loras": files}
+    pictures, session = staged(tiny_model("flux"), words("flux"), call, **options)
+    assert torch.equal(pictures, expected)
+    denoise = session.report.phases[1]
+    assert denoise.streamed_bytes > 0
+    assert denoise.reserved_peak_bytes <= budget
+    assert denoise.leaked_bytes == 0
+
+
 def test_a_lora_in_the_kohya_dialect_keeps_its_alphas(tmp_path: Path) -> None:
     state = {}
     for key, value in load_file(make_lora("sd15", "unet", tmp_path / "own.safetensors", ["to_q"])).items():

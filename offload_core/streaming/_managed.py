@@ -362,8 +362,11 @@ class Managed:
                 torch.Tensor.data.__set__(wrapper, StreamedWeight(entry, self.scope.device))  # type: ignore[attr-defined]
 
     def book_new(self, module: nn.Module) -> None:
-        """Books weights that were added after attach (LoRA) and lie on the execution device."""
+        """Books weights that were added after attach (LoRA) and lie on the execution device; others make room."""
         nbytes = self.new_bytes(module)
+        missing = nbytes - self.scope.available()
+        if nbytes and missing > 0:
+            self.stream_more(missing)
         if nbytes:
             self._extra.append(self.scope.ledger.reserve("device", "adapters", nbytes, self.name))
 
