@@ -16,12 +16,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
-
-import torch
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from ._report_table import human_bytes
 from .errors import InputError
+
+if TYPE_CHECKING:
+    import torch
 
 logger = logging.getLogger(__name__)
 
@@ -188,6 +189,8 @@ def _windows_commit_limit() -> tuple[int, int] | None:
 
 def _driver_memory(device: torch.device) -> tuple[int, int] | None:
     """Free and total bytes by torch. `torch.accelerator.get_memory_info` is newer than the oldest torch we run on."""
+    import torch
+
     generic = getattr(torch.accelerator, "get_memory_info", None)
     of_backend = getattr(getattr(torch, device.type, None), "mem_get_info", None)
     return _ask(generic, device) or _ask(of_backend, device)
@@ -203,6 +206,8 @@ def _nvml_memory(index: int) -> tuple[int, int] | None:
         nvml = importlib.import_module("pynvml")
     except ImportError:
         return None
+    import torch
+
     uuid = str(torch.cuda.get_device_properties(index).uuid)
     nvml.nvmlInit()
     try:

@@ -25,7 +25,11 @@ def save_tiny(name: str, directory: Path | str, dtype: torch.dtype = torch.float
 
 
 def load_tiny(
-    path: Path | str, *, dtype: torch.dtype, pipeline_class: type[DiffusionPipeline] = DiffusionPipeline
+    path: Path | str,
+    *,
+    dtype: torch.dtype,
+    pipeline_class: type[DiffusionPipeline] = DiffusionPipeline,
+    aligned: bool = True,
 ) -> DiffusionPipeline:
     """Return the pipeline in a folder, whole and on the CPU, with its progress bar off.
 
@@ -34,7 +38,7 @@ def load_tiny(
     with _no_progress_bars():
         pipeline = pipeline_class.from_pretrained(path, dtype=dtype)
     pipeline.set_progress_bar_config(disable=True)
-    for component in pipeline.components.values():
+    for component in pipeline.components.values() if aligned else ():
         if isinstance(component, torch.nn.Module):
             align(component)
     return pipeline
