@@ -199,6 +199,47 @@ def test_weights_are_cast_after_the_link_when_that_makes_them_wider_and_before_i
     assert results["bfloat16 as float32"][2] > 0
 
 
+def recurrent_layers() -> dict[str, Any]:
+    import torch
+    from torch import nn
+
+    import vgpu
+    from offload_core import OffloadSettings
+    from offload_core.streaming import enable_offload
+
+    class Reader(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.lstm, self.last = nn.Linear(32, 32), nn.LSTM(32, 32, batch_first=True), nn.Linear(32, 32)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.last(self.lstm(self.first(x))[0])
+
+    device = vgpu.install()
+    torch.manual_seed(0)
+    model = Reader().eval().requires_grad_(False)
+    x = torch.randn(2, 5, 32)
+    with torch.no_grad():
+        expected = model(x)
+        before = device.current()
+        settings = OffloadSettings(
+            execution_device="vgpu", device_memory=48 * 1024, resident_below=0, activation_memory=0
+        )
+        with enable_offload(model, settings=settings) as result:
+            equal = torch.equal(model(x.to("vgpu")).cpu(), expected)
+            streamed = result.report().streamed_bytes
+        after = torch.equal(model(x), expected)
+    return {"equal": equal, "after": after, "streamed": streamed, "left": device.current() - before}
+
+
+def test_a_layer_that_keeps_a_second_list_of_its_weights_moves_whole_and_comes_back() -> None:
+    result = run_on_vgpu(recurrent_layers)
+    assert result["equal"]
+    assert result["after"]
+    assert result["streamed"] > 0
+    assert result["left"] == 0
+
+
 def fault_sweep(kind: str) -> dict[str, Any]:
     import gc
     import threading

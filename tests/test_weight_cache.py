@@ -155,7 +155,7 @@ def test_every_budget_gives_the_bits_of_resident_weights_and_is_kept(
             assert torch.equal(attached(X), resident())
         assert attached.checks == attached.accesses > 0
         assert attached.storages.peak == attached.ledger.peak("device") <= budget
-        assert attached.scope.bytes_read == attached.cache.counts.fetched_bytes
+        assert attached.scope.bytes_read >= attached.cache.counts.fetched_bytes  # some may be read and not used yet
         assert bool(regions) == bool(attached.cache.counts.streamed_bytes) == (budget < TOTAL)
         assert attached.release() == 0
     assert attached.ledger.by_kind("device") == attached.ledger.by_kind("host") == {}

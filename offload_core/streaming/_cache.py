@@ -118,6 +118,10 @@ class WeightCache:
         with self._lock:
             return sum(entry.nbytes for entry in self._entries if entry.resident and entry.reservation is None)
 
+    def fetches_ahead(self, sizes: Iterable[int]) -> bool:
+        """Whether any weight of these sizes is fetched ahead: it isn't small, and there are threads to do it."""
+        return len(self._buffers) > 1 and any(size > self._inline_bytes for size in sizes)
+
     def add_arena(self, nbytes: int) -> None:
         """Makes the ring larger by a block of `nbytes`. Raises BudgetError or torch.OutOfMemoryError."""
         with self._lock:

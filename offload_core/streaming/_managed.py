@@ -186,6 +186,7 @@ class Managed:
             ring_there=self.scope.cache.largest_arena,
             ring_for_others=self.scope.largest_bytes,
             align=self.scope.engine.align,
+            ahead=self.scope.cache.fetches_ahead(size.nbytes for size in sizes),
             name=self.name,
             device=str(self.scope.device),
         )
@@ -211,12 +212,15 @@ class Managed:
 
     def _load_plain(self, parts: list[Part]) -> None:
         entries = []
+        for part in parts:  # before the first layer moves, and all of its weights with it
+            if part.moves_with_layer and not part.untouched:
+                part.layer_home = part.item.tensor.device
         for part in parts:
             if part.untouched:
                 part.reservation = self.scope.ledger.reserve("device", "resident", part.item.nbytes, part.name)
             elif not part.entries:
                 part.reservation = self.scope.ledger.reserve("device", "resident", part.item.nbytes, part.name)
-                if part.moves_with_layer:
+                if part.layer_home is not None:
                     self._move_layers(part, self.scope.device)
                 else:
                     part.replacement = part.item.tensor.to(self.scope.device)
@@ -231,7 +235,6 @@ class Managed:
                 part.replacement = self._plain_tensor(part)
 
     def _move_layers(self, part: Part, device: torch.device) -> None:
-        part.layer_home = part.item.tensor.device
         for place in part.places:
             owner = place.owner()
             if owner is not None:

@@ -60,6 +60,7 @@ def make_plan(
     ring_there: int = 0,
     ring_for_others: int = 0,
     align: int = 64,
+    ahead: bool = True,
     name: str = "the module",
     device: str = "the device",
 ) -> StreamPlan:
@@ -67,7 +68,7 @@ def make_plan(
 
     ring_there: bytes of a ring that exists already and isn't part of `available`. ring_for_others: what other modules
     need of the ring. align: bytes that hot copies in the
-    ring are aligned to; the ring itself takes so many more.
+    ring are aligned to; the ring itself takes so many more. ahead: whether weights are fetched ahead of their use.
 
     Every weight is used once a pass, so which ones are resident doesn't matter for the bytes that are streamed, but
     they have to lie evenly between the streamed ones: then copies have compute to hide behind. The ring holds six of
@@ -101,7 +102,7 @@ def make_plan(
                 f"{at_least(small_bytes + needed - available)} or more."
             )
         room -= align
-        ring = max(largest, min(_IN_FLIGHT * largest, total - room, room // 2))
+        ring = max(largest, min(_IN_FLIGHT * largest, total - room, room // 2)) if ahead else largest
     elif room < 0:
         raise BudgetError(
             f"The budget of {device} leaves {human_bytes(max(available, 0))} for the small weights of {name}, which "
