@@ -12,7 +12,6 @@ import torch
 import offload_core as po
 from staging import OTHERS, PROMISED, job, one_shot, staged, tiny_model, words
 
-DTYPES = [torch.float32, torch.bfloat16]
 KIB = 1024
 SDXL = (400 * KIB, 60 * KIB)  # of denoise and decode
 
@@ -36,7 +35,9 @@ def smallest(path: Path, texts: dict[str, Any], call: dict[str, Any], **load: An
 
 
 @pytest.mark.parametrize("name", PROMISED)
-@pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=["float32", "bfloat16"]
+)
 def test_streamed_phases_equal_the_one_shot_run_and_keep_their_budget(name: str, dtype: torch.dtype) -> None:
     path, call = tiny_model(name), job(name, guided=True)
     settings = smallest(path, words(name), call, dtype=dtype)
