@@ -579,8 +579,11 @@ class WeightCache:
                 if found:
                     return found
                 error = self._grow(needed, keep)
-                if error is not None and (not busy or waited > _PATIENCE_S):
-                    raise error
+                try:
+                    if error is not None and (not busy or waited > _PATIENCE_S):
+                        raise error
+                finally:
+                    del error  # see `_ensure`
             if busy:
                 self._lock.wait(_WAIT_S)
                 gone = next((entry for entry in needed if self._closed or entry.cache is not self), None)
