@@ -226,7 +226,7 @@ def _ask(probe: Callable[..., tuple[int, int] | None] | None, *arguments: object
     try:
         return probe(*arguments) if probe else None
     except Exception as error:  # each backend has error classes of its own
-        logger.debug("No answer about memory from %s: %s", probe, error)
+        logger.debug("No answer about memory from %s: %s", probe, str(error))
         return None
 
 

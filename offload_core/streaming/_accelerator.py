@@ -292,7 +292,7 @@ class PinnedMemory:
         except (RuntimeError, MemoryError) as error:
             reservation.release()
             self.works = False
-            log.warning("Pinning memory failed (%s); copies go through ordinary memory, more slowly.", error)
+            log.warning("Pinning memory failed (%s); copies go through ordinary memory, more slowly.", str(error))
             return False
         self._free.append((len(self._slabs), 0, nbytes))
         self._slabs.append((slab, reservation))

@@ -415,7 +415,7 @@ class WeightCache:
                 raise
             if entry.nbytes > self.largest_arena:
                 raise
-            log.info("%s is streamed: there is no room to keep it (%s)", entry.name, error)
+            log.info("%s is streamed: there is no room to keep it (%s)", entry.name, str(error))
             entry.resident = False
             return None
         return Fetch(entry, hot, None, reservation)

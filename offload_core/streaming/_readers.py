@@ -84,7 +84,7 @@ class Readers:
             try:
                 thread.start()
             except RuntimeError as error:
-                log.warning("A reading thread can't be started (%s); weights are read by %d.", error, number)
+                log.warning("A reading thread can't be started (%s); weights are read by %d.", str(error), number)
                 return
             self._threads.append(thread)
 
