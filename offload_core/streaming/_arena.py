@@ -18,14 +18,13 @@ from ._shape import Layout
 
 
 class Region:
-    """A part of an arena's block. `fence`: what a copy into it must wait for (an engine's event), None on the CPU."""
+    """A part of an arena's block. streams: those that its hot copy was used on."""
 
-    __slots__ = ("fence", "nbytes", "offset", "streams", "taken")
+    __slots__ = ("nbytes", "offset", "streams", "taken")
 
     def __init__(self, offset: int, nbytes: int, taken: int) -> None:
         self.offset, self.nbytes, self.taken = offset, nbytes, taken
         self.streams: set[Any] = set()
-        self.fence: Any = None
 
 
 class _Death(weakref.ref[Any]):
@@ -121,7 +120,3 @@ class Arena:
     def held_bytes(self) -> int:
         """Bytes of regions whose storage is alive."""
         return sum(death.region.nbytes for death in self._deaths.values() if death() is not None)
-
-    @property
-    def storages(self) -> list[weakref.ref[Any]]:
-        return list(self._deaths.values())

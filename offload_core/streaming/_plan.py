@@ -44,7 +44,6 @@ class StreamPlan:
     ring_bytes: int
     small_bytes: int
     available_bytes: int
-    notes: tuple[str, ...] = ()
 
     @property
     def device_bytes(self) -> int:
