@@ -229,7 +229,7 @@ class Attached:
     def is_idle(self) -> bool:
         """Whether no copy is on its way."""
         with self.cache._lock:
-            return all(entry.fetch is None for entry in self.cache._entries)
+            return all(entry.fetch is None for entry in self.cache._room)
 
     def release(self) -> int:
         self.managed.release(restore=True)

@@ -92,7 +92,7 @@ def offload(
     if by_readers:
         cache = result._managed.scope.cache
         cache._inline_bytes, cache._fetches_ahead = _BIAS, True
-        for entry in cache._entries:
+        for entry in cache._room:
             entry.small = entry.nbytes <= _BIAS
     return result
 

@@ -31,7 +31,7 @@ from cache_harness import (
 from offload_core.errors import ModelError, OffloadError
 from offload_core.file_reader import WeightFile
 from offload_core.settings import OffloadSettings
-from offload_core.streaming import Offload, OffloadScope, _cache, _enable, enable_offload
+from offload_core.streaming import Offload, OffloadScope, _enable, _room, enable_offload
 from offload_core.streaming._cache import WeightCache
 from offload_core.streaming._copies import CpuCopies
 
@@ -128,7 +128,7 @@ def scopes(monkeypatch: pytest.MonkeyPatch) -> list[OffloadScope]:
             made.append(self)
 
     monkeypatch.setattr(_enable, "OffloadScope", Spied)
-    monkeypatch.setattr(_cache, "_PATIENCE_S", 2.0)
+    monkeypatch.setattr(_room, "_PATIENCE_S", 2.0)
     return made
 
 

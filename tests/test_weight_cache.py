@@ -41,7 +41,7 @@ from cache_harness import (
 from offload_core.errors import BudgetError, ColdWeightError
 from offload_core.settings import OffloadSettings
 from offload_core.streaming import StreamedWeight, enable_offload
-from offload_core.streaming import _cache as cache_module
+from offload_core.streaming import _room as room_module
 from offload_core.streaming._arena import Arena, Region
 from offload_core.streaming._cache import WeightCache
 
@@ -107,14 +107,14 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache_module, "_GROW_AFTER_S", 0.02)
-    monkeypatch.setattr(cache_module, "_PATIENCE_S", 0.2)
+    monkeypatch.setattr(room_module, "_GROW_AFTER_S", 0.02)
+    monkeypatch.setattr(room_module, "_PATIENCE_S", 0.2)
 
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache_module, "_GROW_AFTER_S", 60.0)
-    monkeypatch.setattr(cache_module, "_PATIENCE_S", 60.0)
+    monkeypatch.setattr(room_module, "_GROW_AFTER_S", 60.0)
+    monkeypatch.setattr(room_module, "_PATIENCE_S", 60.0)
 
 
 @pytest.fixture
@@ -228,7 +228,7 @@ def test_fused_operators_get_all_their_weights_in_the_smallest_ring(
             pairs = zip(wanted, got, strict=True) if isinstance(wanted, tuple) else [(wanted, got)]
             assert all(torch.equal(*pair) for pair in pairs)
             twin[1](torch.zeros(1, 64))
-        assert attached.cache.counts.grown_bytes == 0
+        assert attached.cache.ring.grown_bytes == 0
         assert attached.cache.counts.streamed_bytes > 0
 
 
@@ -239,7 +239,7 @@ def test_an_operator_that_takes_twelve_weights_gets_them_together_in_the_smalles
         for _ in range(3):
             assert torch.equal(attached(0, *range(12)), everything)
             attached(1, 0)
-        assert attached.cache.counts.grown_bytes == 0
+        assert attached.cache.ring.grown_bytes == 0
 
 
 def test_an_operator_gets_its_weights_together_although_one_is_hot_in_the_middle_of_the_ring(impatient: None) -> None:
@@ -385,11 +385,11 @@ def test_a_full_ring_that_can_grow_does_grow(impatient: None) -> None:
     with Attached(module, 2 * 4096 + 4 * ALIGN, threads=0) as attached:
         for entry in attached.entries.values():
             entry.resident = False  # so that the budget has room beside the ring
-        ring = attached.cache.ring_bytes
+        ring = attached.cache.ring.nbytes
         held = hold(module, "parts.0.w0")
         before = held[0].clone()
         held += hold(module, "parts.1.w0")
-        assert attached.cache.ring_bytes == ring + 4096
+        assert attached.cache.ring.nbytes == ring + 4096
         assert torch.equal(held[0], before)
         assert attached.storages.peak <= attached.ledger.limits["device"]
         assert attached.release() == 2 * 4096
@@ -406,7 +406,7 @@ def test_a_ring_that_cannot_grow_is_an_error_by_name_within_the_patience(impatie
         assert time.monotonic() - began < 20
         del held
         assert torch.equal(attached(2, 0), attached(2, 0))
-        assert attached.cache.counts.grown_bytes == 0
+        assert attached.cache.ring.grown_bytes == 0
 
 
 def test_a_copy_that_is_let_go_meanwhile_makes_room(patient: None) -> None:
@@ -421,7 +421,7 @@ def test_a_copy_that_is_let_go_meanwhile_makes_room(patient: None) -> None:
 
         attached._on_access = waiting.set
         run_threads(lambda: attached(2, 0), let_go)
-        assert attached.cache.counts.grown_bytes == 0
+        assert attached.cache.ring.grown_bytes == 0
 
 
 def test_an_alias_outlives_release_with_its_values_and_is_told() -> None:
@@ -474,7 +474,7 @@ def meet(attached: Attached, first: str, second: str, other: Callable[[], Any]) 
 def test_two_operators_that_need_the_whole_ring_each_do_not_wait_for_each_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(cache_module, "_PATIENCE_S", 1.5)
+    monkeypatch.setattr(room_module, "_PATIENCE_S", 1.5)
     module = seeded(lambda: Parts((16, 16), (16, 16)))
     errors: list[BaseException] = []
 

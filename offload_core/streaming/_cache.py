@@ -1,4 +1,4 @@
-"""The weight cache: which weights are hot, what is fetched ahead, and what makes room for it.
+"""The weight cache: makes weights hot for operators, and fetches ahead what they need next.
 
 A resident set stays hot once it was used. Everything else passes through the ring: fetched ahead in the expected
 order, used, and let go. A hot copy is only ever handed out as a tensor; its memory is used again when that tensor's
@@ -17,27 +17,24 @@ from typing import Any
 
 import torch
 
-from .._report_table import human_bytes
 from ..devices import is_out_of_memory
 from ..errors import BudgetError
 from ..file_reader import ReadBuffer, ReadStopped
-from ..ledger import Ledger, at_least
+from ..ledger import Ledger
 from ._arena import Arena, Region
 from ._copies import CopyEngine, cast, cast_into
-from ._edits import Edits, PrivateMaker, become, was_edited, writable_master
+from ._edits import Edits, PrivateMaker, become, writable_master
 from ._fetch import Fetch, forget_frames, job_for
 from ._order import AccessOrder
 from ._readers import Readers
-from ._ring import Regions, Ring
+from ._ring import Ring
+from ._room import LOOK_AHEAD, Room
 from ._shape import Layout, as_bytes, normal_mode
 from ._weight import Entry, aten
 
 log = logging.getLogger(__name__)
 
-_LOOK_AHEAD = 48  # accesses scanned for what to fetch next; more than any ring holds
 _WAIT_S = 0.02
-_GROW_AFTER_S = 0.2  # how long a full ring waits for held slots before it tries to grow
-_PATIENCE_S = 10.0  # and before it is an error
 
 
 @dataclass
@@ -51,7 +48,6 @@ class CacheCounts:
     streamed_bytes: int = 0
     fetches: int = 0
     stall_s: float = 0.0
-    grown_bytes: int = 0
 
 
 class WeightCache:
@@ -79,12 +75,9 @@ class WeightCache:
         self._buffer_lock = threading.Lock()
         self.readers = Readers(rest)
         self._lock = threading.Condition(threading.Lock())
-        self.ring = Ring(engine, ledger)
+        self._private = PrivateMaker(ledger)
+        self._room = Room(engine, ledger, self.order, self._private, self._lock)
         self._touched: list[Entry] = []  # small copies that were used without taking the lock
-        self._spent: dict[Entry, None] = {}  # used copies, the longest unused first
-        self._ring_hot: dict[Entry, None] = {}
-        self._entries: set[Entry] = set()
-        self._groups: dict[tuple[str, str], list[Entry]] = {}  # what one operator may need together
         self._closed = self._fetches_ahead = False
 
     # --- what a scope does ---------------------------------------------------------------------------------------
@@ -95,9 +88,7 @@ class WeightCache:
         with self._lock:
             for entry in entries:
                 entry.small = entry.nbytes <= self._inline_bytes
-                if entry.group and entry not in self._entries:
-                    self._groups.setdefault((entry.owner, entry.group), []).append(entry)
-            self._entries.update(entries)
+            self._room.add(entries)
             self._fetches_ahead |= not all(entry.small for entry in entries)
             self.order.expect(entry for entry in entries if not entry.lookup_only)
 
@@ -116,7 +107,7 @@ class WeightCache:
     def promised_bytes(self) -> int:
         """Bytes that resident weights will take which aren't hot yet."""
         with self._lock:
-            return sum(entry.nbytes for entry in self._entries if entry.resident and entry.reservation is None)
+            return self._room.promised_bytes
 
     def fetches_ahead(self, sizes: Iterable[int]) -> bool:
         """Whether any weight of these sizes is fetched ahead: it isn't small, and there are threads to do it."""
@@ -128,12 +119,8 @@ class WeightCache:
             self.ring.add(nbytes)
 
     @property
-    def ring_bytes(self) -> int:
-        return self.ring.nbytes
-
-    @property
-    def largest_arena(self) -> int:
-        return self.ring.largest
+    def ring(self) -> Ring:
+        return self._room.ring
 
     def release(self, entries: Iterable[Entry], *, keep_edits: bool = False) -> None:
         """Makes weights cold for good. Returns when none of their copies is in flight or held here.
@@ -146,18 +133,12 @@ class WeightCache:
             for entry in entries:
                 self._settle(entry)
                 if keep_edits:
-                    self._adopt(entry)
+                    self._room.adopt(entry)
             for entry in entries:
                 entry.cache = None
-                self._drop(entry)
+                self._room.drop(entry)
                 self.engine.forget(entry)
-            self._entries -= mine
-            for key in {(entry.owner, entry.group) for entry in entries}:
-                rest = [entry for entry in self._groups.pop(key, ()) if entry not in mine]
-                if rest:
-                    self._groups[key] = rest
-            for entry in entries:
-                self._spent.pop(entry, None)
+            self._room.remove(mine)
             self.order.forget(mine)
             self.ring.reclaim()
 
@@ -167,7 +148,7 @@ class WeightCache:
             self._closed = True
         self.readers.close()
         self.engine.drain()
-        self.release(list(self._entries))
+        self.release(list(self._room))
         with self._lock:
             held = self.ring.close()
         self.engine.close()
@@ -181,7 +162,7 @@ class WeightCache:
         """Like `acquire`. A small copy that is there is handed out at once: what follows from it waits until the next
         one has to be fetched."""
         hot = entry.hot
-        if hot is not None and entry.small and not self.engine.eager and len(self._touched) < _LOOK_AHEAD:
+        if hot is not None and entry.small and not self.engine.eager and len(self._touched) < LOOK_AHEAD:
             self._touched.append(entry)
             return hot
         return self.acquire((entry,))[0]
@@ -197,10 +178,10 @@ class WeightCache:
             if self._closed:
                 raise entries[0].cold_error()
             self._catch_up()
-            self._retire(entries)
+            self._room.retire(entries)
             for entry in entries:
                 if not self.order.note(entry):
-                    self._forget_plans()
+                    self._room.forget_plans()
             hots = [self._ensure(entries[0], entries)] if len(entries) == 1 else self._ensure_all(entries)
             for entry in entries:
                 self._use(entry)
@@ -236,25 +217,21 @@ class WeightCache:
 
     def new_private(self, old: Entry, value: torch.Tensor) -> Entry:
         """A weight that takes the place of `old` with the values of `value`. Raises BudgetError if RAM is short."""
-        entry = self._private.entry(old, value)
+        entry = self._private.entry(old, value, self)
         with self._lock:
-            self._entries.add(entry)
+            self._room.add([entry])
         return entry
-
-    @property
-    def _private(self) -> PrivateMaker:
-        return PrivateMaker(self.ledger, self)
 
     def spoil(self, entry: Entry) -> None:
         """Drops a hot copy whose values are no longer the master's."""
         with self._lock:
-            self._drop(entry)
+            self._room.drop(entry)
 
     def recast(self, entry: Entry, dtype: torch.dtype, casts: tuple[torch.dtype, ...]) -> None:
         with self._lock:
             self._settle(entry)
-            self._adopt(entry)
-            self._drop(entry)
+            self._room.adopt(entry)
+            self._room.drop(entry)
             entry.layout, entry.casts = entry.layout.with_dtype(dtype), casts
 
     def replace_hot(self, entry: Entry, layout: Layout, casts: tuple[torch.dtype, ...]) -> None:
@@ -269,7 +246,7 @@ class WeightCache:
             reservation.release()
             raise
         with self._lock:
-            self._drop(entry)
+            self._room.drop(entry)
             entry.hot, entry.reservation, entry.layout, entry.casts = hot, reservation, layout, casts
 
     def keep_if_changed(self, entry: Entry, now: torch.Tensor) -> None:
@@ -287,9 +264,9 @@ class WeightCache:
         """Drops a resident copy: from now on the weight passes through the ring."""
         with self._lock:
             self._settle(entry)
-            self._adopt(entry)
+            self._room.adopt(entry)
             entry.resident = False
-            self._drop(entry)
+            self._room.drop(entry)
             self.ring.reclaim()
 
     # --- under the lock ------------------------------------------------------------------------------------------
@@ -300,25 +277,14 @@ class WeightCache:
         for entry in touched:
             if entry.hot is not None and entry.cache is self:
                 self.order.note(entry)
-                if entry.region is not None:
-                    self._spent.pop(entry, None)
-                    self._spent[entry] = None
+                self._room.used(entry)
 
     def _use(self, entry: Entry) -> None:
         entry.planned = False
-        if entry.region is not None:
-            self._spent.pop(entry, None)
-            self._spent[entry] = None
+        self._room.used(entry)
         self.engine.before_use(entry)
         if entry.resident and entry.region is None and self.engine.is_complete(entry):
             entry.fast = entry.hot
-
-    def _forget_plans(self) -> None:
-        """The order is another than expected: what was fetched ahead may go."""
-        for entry in self._ring_hot:
-            if entry.planned:
-                entry.planned = False
-                self._spent.setdefault(entry)
 
     def _ensure_all(self, entries: Sequence[Entry]) -> list[torch.Tensor]:
         """Sends for all of `entries` before it waits for one: who holds some and waits for room for others could wait
@@ -341,7 +307,7 @@ class WeightCache:
                 if fetch is not None:
                     self._start(fetch, demand=True)
                 continue
-            for entry, region in self._room(missing, keep).items():
+            for entry, region in self._room.find(missing, keep, self._take_back).items():
                 self._start(self._ring_fetch(entry, region), demand=True)
 
     def _ensure(self, entry: Entry, keep: Sequence[Entry]) -> torch.Tensor:
@@ -391,7 +357,7 @@ class WeightCache:
     def _make_fetch(self, entry: Entry, keep: Sequence[Entry], *, demand: bool) -> Fetch | None:
         fetch = self._resident_fetch(entry) if entry.resident else None
         if fetch is None:
-            found = self._room([entry], keep) if demand else self._free_regions([entry], keep)
+            found = self._room.find([entry], keep, self._take_back) if demand else self._room.spare([entry], keep)
             if found:
                 fetch = self._ring_fetch(entry, found[entry])
         return fetch
@@ -413,7 +379,7 @@ class WeightCache:
                 reservation.release()
             if not isinstance(error, BudgetError) and not is_out_of_memory(error):
                 raise
-            if entry.nbytes > self.largest_arena:
+            if entry.nbytes > self.ring.largest:
                 raise
             log.info("%s is streamed: there is no room to keep it (%s)", entry.name, str(error))
             entry.resident = False
@@ -470,7 +436,7 @@ class WeightCache:
             entry.seen = {id(w): w._version for ref in entry.wrappers if (w := ref()) is not None}
             entry.seen[0] = entry.hot._version if entry.hot is not None else 0
             if fetch.region is not None:
-                self._ring_hot[entry] = None
+                self._room.arrived(entry)
                 self.counts.streamed_bytes += entry.nbytes
             self.counts.fetches += 1
             self.counts.fetched_bytes += entry.nbytes
@@ -497,7 +463,7 @@ class WeightCache:
         """Fetches ahead, in the expected order, as far as the ring has room."""
         if not self.readers.ready():
             return
-        for entry in self.order.upcoming(_LOOK_AHEAD):
+        for entry in self.order.upcoming(LOOK_AHEAD):
             if entry.fast is not None or entry.cache is not self or entry.lookup_only:
                 continue
             if entry.hot is not None:
@@ -511,174 +477,20 @@ class WeightCache:
             else:
                 entry.planned = True
 
-    def _retire(self, keep: Sequence[Entry]) -> None:
-        """Lets go of what was used and isn't expected soon."""
-        if self._spent and self.engine.eager:
-            self._make_room(keep)
-        self.ring.reclaim()
-
-    def _make_room(self, keep: Sequence[Entry]) -> bool:
-        """Drops used copies that aren't expected soon. Returns whether any was dropped."""
-        gone = [
-            entry
-            for entry in self._spent
-            if not (entry.planned or entry in keep or entry.pinned or self._is_held(entry))
-        ]
-        for entry in gone:
-            self._adopt(entry)
-            self._drop(entry)
-        if gone:
-            self.ring.reclaim()
-        return bool(gone)
-
-    def _is_held(self, entry: Entry) -> bool:
-        """Whether somebody holds a view of a hot copy: dropping it would free nothing yet."""
-        assert entry.hot is not None
-        return bool(torch._C._storage_Use_Count(entry.hot.untyped_storage()._cdata) > 2)
-
-    def _free_regions(self, needed: Sequence[Entry], keep: Sequence[Entry]) -> Regions:
-        self.ring.reclaim()
-        regions = self._take_all(needed)
-        if not regions and self._make_room(keep):
-            regions = self._take_all(needed)
-        return regions
-
-    def _take_all(self, needed: Sequence[Entry], *, alone: bool = False) -> Regions:
-        """Regions for all of `needed`, or none. Unless `alone`, the other weights that their operators may need must
-        fit beside them: `linear` takes its bias when it has its weight already, and then that can't be moved."""
-        return self.ring.take(needed, () if alone else self._others_of(needed))
-
-    def _others_of(self, needed: Sequence[Entry]) -> Sequence[Entry]:
-        keys = dict.fromkeys((entry.owner, entry.group) for entry in needed)
-        others = [
-            entry
-            for key in keys
-            for entry in self._groups.get(key, ())
-            if entry.hot is None and entry.fetch is None
-            if not (entry.resident or entry.lookup_only or entry in needed)
-        ]
-        return others if self.ring.fits((*needed, *others)) else ()
-
-    def _room(self, needed: Sequence[Entry], keep: Sequence[Entry]) -> Regions:
-        """Room in the ring for weights that are needed now: from what was used, then from what was fetched ahead, then
-        from what others hold, for which it waits a while; then the ring grows, or it is an error by name.
-
-        Nothing if `keep` isn't what it was: another thread sent for one of them, or one was given up to make room.
-        """
-        started = time.perf_counter()
-        while True:
-            found = self._free_regions(needed, keep) or self._from_planned(needed, keep)
-            if found:
-                return found
-            waited = time.perf_counter() - started
-            busy = self._in_flight(keep) or self._others_hold(keep)
-            if not busy or waited > _GROW_AFTER_S:
-                if self._give_up(keep):
-                    return {}
-                found = self._take_all(needed, alone=True)
-                if found:
-                    return found
-                error = self._grow(needed, keep)
-                try:
-                    if error is not None and (not busy or waited > _PATIENCE_S):
-                        raise error
-                finally:
-                    del error  # see `_ensure`
-            if busy:
-                self._lock.wait(_WAIT_S)
-                gone = next((entry for entry in needed if self._closed or entry.cache is not self), None)
-                if gone is not None:
-                    raise gone.cold_error()
-                if any(entry.hot is not None or entry.fetch is not None for entry in needed):
-                    return {}
-
-    def _give_up(self, keep: Sequence[Entry]) -> bool:
-        """Drops copies of an operator's own weights, which split the ring. Returns whether there were any."""
-        mine = [entry for entry in keep if entry in self._ring_hot and entry.pinned == 1 and not self._is_held(entry)]
-        for entry in mine:
-            self._adopt(entry)
-            self._drop(entry)
-        self.ring.reclaim()
-        return bool(mine)
-
-    def _from_planned(self, needed: Sequence[Entry], keep: Sequence[Entry]) -> Regions:
-        """Drops copies that were fetched ahead, the last needed first, and takes back what no thread has begun."""
-        ahead = [other for other in self.order.upcoming(_LOOK_AHEAD) if other not in keep]
-        for other in reversed(list(dict.fromkeys(ahead))):
-            fetch = other.fetch
-            if fetch is not None and fetch.job is not None and self.readers.cancel(fetch.job):
-                self._arrive(fetch, None, ReadStopped())
-            elif other in self._ring_hot and not other.pinned and not self._is_held(other):
-                self._adopt(other)
-                self._drop(other)
-            else:
-                continue
-            del fetch
-            self.ring.reclaim()
-            found = self._take_all(needed)
-            if found:
-                return found
-        for other in [other for other in self._ring_hot if other not in keep and not other.pinned]:
-            if not self._is_held(other):
-                self._adopt(other)
-                self._drop(other)
-        self.ring.reclaim()
-        return self._take_all(needed)
-
-    def _in_flight(self, keep: Sequence[Entry]) -> bool:
-        return any(entry.fetch is not None and entry not in keep for entry in self._entries)
-
-    def _others_hold(self, keep: Sequence[Entry]) -> bool:
-        """Whether regions are alive that this operator doesn't hold: another thread's, or an alias somebody keeps."""
-        held = sum(entry.nbytes for entry in keep if entry in self._ring_hot)
-        return self.ring.held_bytes > held
-
-    def _grow(self, needed: Sequence[Entry], keep: Sequence[Entry]) -> BudgetError | None:
-        """Makes the ring larger by room for the largest of `needed`, or says why it can't. What is promised to resident
-        weights isn't taken."""
-        entry = max(needed, key=lambda each: each.nbytes)
-        promised = sum(each.nbytes for each in self._entries if each.resident and each.reservation is None)
-        try:
-            self.ring.add(entry.nbytes, spare=promised)
-        except (BudgetError, RuntimeError, MemoryError) as error:
-            if not isinstance(error, BudgetError) and not is_out_of_memory(error):
-                raise
-            together = sum(each.nbytes for each in dict.fromkeys((*keep, *needed)))
-            missing = self.ledger.limits["device"] - self.ledger.free("device") + together + 2 * self.engine.align
-            return BudgetError(
-                f"There is no room for {entry.name} ({human_bytes(entry.nbytes)}): the ring of "
-                f"{human_bytes(self.ring_bytes)} is held by other uses of its weights, or one operator needs "
-                f"{human_bytes(together)} of weights together. Set device_memory to at least {at_least(missing)}."
-            )
-        self.counts.grown_bytes += entry.nbytes
-        log.info("The ring grew by %s for %s", human_bytes(entry.nbytes), entry.name)
-        return None
+    def _take_back(self, entry: Entry) -> bool:
+        """Cancels a fetch that no thread has begun. Returns whether there was such a one."""
+        fetch = entry.fetch
+        if fetch is None or fetch.job is None or not self.readers.cancel(fetch.job):
+            return False
+        self._arrive(fetch, None, ReadStopped())
+        return True
 
     def _settle(self, entry: Entry) -> None:
         """Waits until no copy of a weight is in flight."""
         fetch = entry.fetch
-        if fetch is None:
-            return
-        if fetch.job is not None and self.readers.cancel(fetch.job):
-            self._arrive(fetch, None, ReadStopped())
+        if fetch is None or self._take_back(entry):
             return
         while not fetch.done and not (self.readers.stopping() and not self.readers.alive):
             self._lock.wait(_WAIT_S)
         if not fetch.done:
             self._arrive(fetch, None, ReadStopped())
-
-    def _adopt(self, entry: Entry) -> None:
-        """If a hot copy was written to through a view, its values become the master's."""
-        if entry.hot is not None and was_edited(entry):
-            self.engine.before_use(entry)
-            self._private.adopt(entry)
-
-    def _drop(self, entry: Entry) -> None:
-        entry.hot = entry.fast = entry.ready = None
-        entry.region = None
-        entry.planned = False
-        self._ring_hot.pop(entry, None)
-        self._spent.pop(entry, None)
-        if entry.reservation is not None:
-            entry.reservation.release()
-            entry.reservation = None

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 class PrivateMaker:
     """Makes masters in RAM that no file backs, and books them."""
 
-    def __init__(self, ledger: Ledger, cache: WeightCache) -> None:
-        self.ledger, self.cache = ledger, cache
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger
 
     def master(self, layout: Layout, name: str) -> HostMaster:
         """RAM for a weight of `layout`, with undefined values. Raises BudgetError if the host budget is full."""
@@ -33,7 +33,7 @@ class PrivateMaker:
             raise
         return HostMaster(tensor, reservation)
 
-    def entry(self, old: Entry, value: torch.Tensor) -> Entry:
+    def entry(self, old: Entry, value: torch.Tensor, cache: WeightCache) -> Entry:
         """A weight with the values of `value` in the place of `old`."""
         with torch.inference_mode(False), torch.no_grad():
             value = value.detach()
@@ -42,7 +42,7 @@ class PrivateMaker:
             layout = Layout(value.dtype, value.shape, value.stride())
             master = self.master(layout, old.name)
             flat(master.tensor).copy_(flat(value))
-        entry = Entry(old.names, layout, master, self.cache, owner=old.owner)
+        entry = Entry(old.names, layout, master, cache, owner=old.owner)
         entry.group = old.group
         return entry
 

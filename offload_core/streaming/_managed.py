@@ -183,7 +183,7 @@ class Managed:
             sizes,
             available=self.scope.available(),
             small_bytes=small_bytes,
-            ring_there=self.scope.cache.largest_arena,
+            ring_there=self.scope.cache.ring.largest,
             ring_for_others=self.scope.largest_bytes,
             align=self.scope.engine.align,
             ahead=self.scope.cache.fetches_ahead(size.nbytes for size in sizes),
@@ -327,7 +327,7 @@ class Managed:
             if not entry.lookup_only
         ]
         needed = largest_group(sizes, self.scope.engine.align)
-        if needed > self.scope.cache.largest_arena > 0:
+        if needed > self.scope.cache.ring.largest > 0:
             self.scope.cache.add_arena(needed)
         for entry in streamed:
             self._recast_streamed(entry, dtype)

@@ -16,12 +16,13 @@ Regions = dict[Entry, tuple[Arena, Region]]
 
 class Ring:
     """One or more arenas. Not thread-safe but for deaths of storages, which any thread may cause: the cache's lock
-    guards it."""
+    guards it. grown_bytes: what was added because operators needed more than was planned."""
 
     def __init__(self, engine: CopyEngine, ledger: Ledger) -> None:
         self._engine, self._ledger = engine, ledger
         self._freed: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._arenas: dict[int, tuple[Arena, Reservation]] = {}
+        self.grown_bytes = 0
 
     @property
     def nbytes(self) -> int:
