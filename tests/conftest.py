@@ -10,6 +10,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+if "PYTEST_XDIST_WORKER" in os.environ:  # the tests share the cores already
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 for name in ("FORCE_COLOR", "CLICOLOR_FORCE", "COLUMNS"):
     os.environ.pop(name, None)
