@@ -188,6 +188,8 @@ def test_unusable_budget_is_shown_to_the_person(
         page.get_by_text(ERROR_DETAILS).first.click()
     shown.first.wait_for()
     screenshot(page, "unusable-budget", checkout, tmp_path)
+    page.keyboard.press("Escape")  # else the dialog covers the page in the tests that follow
+    page.locator(".p-dialog-mask").first.wait_for(state="hidden")
     assert faults == []
 
 
