@@ -25,13 +25,16 @@ def cold_like(real: torch.Tensor, name: str, device: torch.device, dtype: torch.
 def make_cold(
     module: nn.Module, prefix: str, device: torch.device, dtype: torch.dtype | None = None, *, buffers: bool
 ) -> None:
-    """Swaps every parameter of `module` (and every buffer, if asked) for a cold one named `prefix.path`."""
+    """Swaps every parameter of `module` (and every buffer, if asked) for a cold one named `prefix.path`. Ties stay."""
+    ties: dict[nn.Parameter, nn.Parameter] = {}
     for path, child in module.named_modules():
         for key, parameter in child._parameters.items():
             if parameter is not None:
-                name = ".".join(part for part in (prefix, path, key) if part)
-                cold = cold_like(parameter, name, device, dtype)
-                child._parameters[key] = nn.Parameter(cold, requires_grad=False)
+                if parameter not in ties:
+                    name = ".".join(part for part in (prefix, path, key) if part)
+                    cold = cold_like(parameter, name, device, dtype)
+                    ties[parameter] = nn.Parameter(cold, requires_grad=False)
+                child._parameters[key] = ties[parameter]
         for key, buffer in child._buffers.items() if buffers else ():
             if buffer is not None:
                 name = ".".join(part for part in (prefix, path, key) if part)

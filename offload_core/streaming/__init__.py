@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from ._enable import Offload, StreamReport, enable_offload
 from ._managed import Managed
-from ._plan import StreamPlan, WeightSize, make_plan
+from ._parts import part_sizes
+from ._plan import PartSize, StreamPlan, WeightSize, make_plan, plan_parts
 from ._scope import OffloadScope
 from ._shape import Layout
 from ._streamed_class import StreamedClass
@@ -21,6 +22,7 @@ __all__ = [
     "Managed",
     "Offload",
     "OffloadScope",
+    "PartSize",
     "StreamPlan",
     "StreamReport",
     "StreamedWeight",
@@ -30,4 +32,6 @@ __all__ = [
     "is_cold",
     "is_streamed",
     "make_plan",
+    "part_sizes",
+    "plan_parts",
 ]

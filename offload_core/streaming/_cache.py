@@ -118,6 +118,18 @@ class WeightCache:
         with self._lock:
             self.ring.add(nbytes)
 
+    def empty_ring(self) -> None:
+        """Gives back the ring as far as nobody holds it, so that one of another size can take its place."""
+        self.engine.drain()
+        with self._lock:
+            for entry in self._room:
+                if entry.fetch is not None or entry.region is not None:
+                    self._settle(entry)
+                    self._room.adopt(entry)
+                    if entry.region is not None:
+                        self._room.drop(entry)
+            self.ring.shrink()
+
     @property
     def ring(self) -> Ring:
         return self._room.ring

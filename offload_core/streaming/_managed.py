@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ..errors import BudgetError, ManagedModuleError, OffloadError
+from ..errors import ManagedModuleError, OffloadError
 from ..file_backing import FileMapping, read_mappings
 from ..inventory import Item, take_inventory
 from ..ledger import Reservation
@@ -21,8 +20,8 @@ from ._compiled import compiled_blocks, install, uninstall
 from ._dtypes import shortest, through
 from ._guards import ApplyGuard, check_free
 from ._masters import FileMaster, HostMaster, Master
-from ._parts import Part, Place, is_recurrent, operator_groups
-from ._plan import StreamPlan, WeightSize, largest_group, make_plan, spread
+from ._parts import Part, Place, group_of, is_recurrent, operator_groups
+from ._plan import PartSize, StreamPlan, WeightSize, largest_group, plan_parts, spread
 from ._shape import Layout, as_bytes
 from ._streamed_class import StreamedClass
 from ._tensor_classes import TensorClass, classify, shell_of
@@ -146,54 +145,34 @@ class Managed:
         return part
 
     def _split_and_plan(self, groups: dict[str, str]) -> tuple[list[Part], list[Part]]:
-        """Parts that stay on the device and parts that the plan is for. Where the budget can't even hold the small
-        weights, fewer count as small."""
-        below = self.scope.settings.resident_below
-        while True:
-            small, large = self._split(below)
-            try:
-                self._plan(small, large, groups)
-                return small, large
-            except BudgetError:
-                if not below:
-                    raise
-            below //= 4
-
-    def _split(self, below: int) -> tuple[list[Part], list[Part]]:
-        """Parts that always stay on the device (small, mutable, or of a class that can't be streamed), and the rest."""
-        small: list[Part] = []
-        large: list[Part] = []
-        for part in self._parts:
-            is_small = part.nbytes < below or (part.is_norm and below > 0)
-            stays = part.item.kind == "buffer" or not part.entries or is_small
-            (small if stays else large).append(part)
-        return small, large
-
-    def _plan(self, small: list[Part], large: list[Part], groups: dict[str, str]) -> None:
-        sizes = []
-        for part in large:
-            owner = part.name.rpartition(".")[0]
-            group = groups.get(owner, owner) or "."  # an operator may be the module itself
-            for entry in part.entries:
-                entry.group, entry.lookup_only = group, part.is_lookup
-                sizes.append(WeightSize(entry.names[0], entry.nbytes, group, part.is_lookup))
-        small_bytes = sum(part.nbytes for part in small)
-        self.scope.make_room(small_bytes + sum(size.nbytes for size in sizes))
-        self.plan = make_plan(
+        """Parts that stay on the device (small, mutable, or of a class that can't be streamed), and parts that the plan
+        is for."""
+        sizes = [self._size(part, groups) for part in self._parts]
+        self.scope.make_room(sum(size.nbytes for size in sizes))
+        cache = self.scope.cache
+        self.plan, is_small = plan_parts(
             sizes,
+            resident_below=self.scope.settings.resident_below,
+            ahead=lambda sizes: cache.fetches_ahead(size.nbytes for size in sizes),
             available=self.scope.available(),
-            small_bytes=small_bytes,
-            ring_there=self.scope.cache.ring.largest,
+            ring_there=cache.ring.largest,
             ring_for_others=self.scope.largest_bytes,
             align=self.scope.engine.align,
-            ahead=self.scope.cache.fetches_ahead(size.nbytes for size in sizes),
             name=self.name,
             device=str(self.scope.device),
         )
-        for part in large:
-            for entry in part.entries:
-                entry.resident = self.plan.whole or entry.names[0] in self.plan.resident
-                entry.lookup_only &= not self.plan.whole
+        small = [part for part, stays in zip(self._parts, is_small, strict=True) if stays]
+        large = [part for part, stays in zip(self._parts, is_small, strict=True) if not stays]
+        for entry in (entry for part in large for entry in part.entries):
+            entry.resident = self.plan.whole or entry.names[0] in self.plan.resident
+            entry.lookup_only &= not self.plan.whole
+        return small, large
+
+    def _size(self, part: Part, groups: dict[str, str]) -> PartSize:
+        for entry in part.entries:
+            entry.group, entry.lookup_only = group_of(part.name, groups), part.is_lookup
+        sizes = tuple(WeightSize(e.names[0], e.nbytes, e.group, e.lookup_only) for e in part.entries)
+        return PartSize(sizes, part.nbytes, part.item.kind == "buffer" or not part.entries, part.is_norm)
 
     def _master(self, part: Part, entry: Entry, tensor: torch.Tensor) -> Master:
         item = part.item
@@ -381,11 +360,10 @@ class Managed:
     @property
     def largest_bytes(self) -> int:
         """Bytes of the ring that this module's streamed weights need at least."""
-        groups: Counter[str] = Counter()
-        for part in self._parts:
-            if self._could_stream(part) and not part.entries[0].lookup_only and not part.is_resident:
-                groups[part.entries[0].group or part.name] += part.nbytes
-        return max(groups.values(), default=0)
+        streamed = [part for part in self._parts if part.entries and not (part.plain or part.is_resident)]
+        entries = [entry for part in streamed for entry in part.entries if not entry.lookup_only]
+        sizes = [WeightSize(entry.names[0], entry.nbytes, entry.group) for entry in entries]
+        return largest_group(sizes, self.scope.engine.align)
 
     def stream_more(self, nbytes: int) -> int:
         """Gives back at least `nbytes` of resident weights, as far as there are: they are streamed from now on.
@@ -400,6 +378,7 @@ class Managed:
                 break
             gone += part.nbytes
             entry = part.entries[0]
+            entry.lookup_only = part.is_lookup
             if part.plain:
                 self._keep_plain_edits(part)
                 part.plain = False

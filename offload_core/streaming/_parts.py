@@ -12,6 +12,7 @@ from torch import nn
 
 from ..inventory import Item
 from ..ledger import Reservation
+from ._plan import PartSize, WeightSize
 from ._shape import Layout
 from ._tensor_classes import TensorClass
 from ._weight import Entry
@@ -87,12 +88,45 @@ class Part:
 
     @property
     def is_norm(self) -> bool:
-        return all(any(word in type(place.owner()).__name__ for word in _NORMS) for place in self.places)
+        return all(is_norm(place.owner()) for place in self.places)
 
     @property
     def is_lookup(self) -> bool:
         """Whether it is a plain table that only embeddings use."""
         return self.rule.rule == "plain" and all(isinstance(place.owner(), nn.Embedding) for place in self.places)
+
+
+def is_norm(owner: Any) -> bool:
+    """Whether a module is a norm, by its name: libraries have many of their own."""
+    return any(word in type(owner).__name__ for word in _NORMS)
+
+
+def part_sizes(module: nn.Module) -> list[PartSize]:
+    """The tensors of a module of plain weights (cold ones will do) as a plan sees them, in their order there."""
+    groups = operator_groups(module, ())
+    owners: dict[int, list[nn.Module]] = {}
+    named: dict[int, tuple[str, torch.Tensor, bool]] = {}
+    for path, owner in module.named_modules():
+        for tensors, is_buffer in ((owner._parameters, False), (owner._buffers, True)):
+            for key, tensor in tensors.items():
+                if tensor is not None:
+                    named.setdefault(id(tensor), (f"{path}.{key}" if path else key, tensor, is_buffer))
+                    owners.setdefault(id(tensor), []).append(owner)
+    parts = []
+    for identity, (name, tensor, is_buffer) in named.items():
+        mine = owners[identity]
+        stays = is_buffer or any(isinstance(owner, nn.RNNBase) for owner in mine)
+        lookup = all(isinstance(owner, nn.Embedding) for owner in mine)
+        nbytes = tensor.numel() * tensor.dtype.itemsize
+        size = WeightSize(name, nbytes, group_of(name, groups), lookup)
+        parts.append(PartSize((size,), nbytes, stays, all(is_norm(owner) for owner in mine)))
+    return parts
+
+
+def group_of(name: str, groups: dict[str, str]) -> str:
+    """What the weights that one operator may need together have in common: their layer, or one that stands for it."""
+    owner = name.rpartition(".")[0]
+    return groups.get(owner, owner) or "."  # an operator may be the module itself
 
 
 def is_recurrent(item: Item) -> bool:

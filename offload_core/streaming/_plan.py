@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from .._report_table import human_bytes
 from ..errors import BudgetError
@@ -25,6 +26,21 @@ class WeightSize:
     nbytes: int
     group: str = ""
     lookup_only: bool = False
+
+
+@dataclass(frozen=True)
+class PartSize:
+    """A tensor of a module as the plan sees it.
+
+    sizes: of its hot copies; several for a weight of a class of its own, none for one that can't be streamed. nbytes:
+    of all of it. stays: whether it must be on the device, however large. is_norm: whether only norms use it; they stay
+    while there is room for them.
+    """
+
+    sizes: tuple[WeightSize, ...]
+    nbytes: int
+    stays: bool = False
+    is_norm: bool = False
 
 
 @dataclass(frozen=True)
@@ -111,6 +127,27 @@ def make_plan(
     kept = sum(size.nbytes for size in rest if size.name in resident)
     streamed = total - kept
     return StreamPlan(False, resident, kept, streamed, lookup, ring, small_bytes, available)
+
+
+def plan_parts(
+    parts: Sequence[PartSize], *, resident_below: int, ahead: Callable[[list[WeightSize]], bool], **room: Any
+) -> tuple[StreamPlan, list[bool]]:
+    """A plan for a module, and for each part whether it is a small one, which is never offloaded.
+
+    resident_below: parts of fewer bytes are small, while the budget can hold them all; else fewer of them are.
+    ahead: whether weights of these sizes are fetched ahead. room: as `make_plan` takes it. Raises BudgetError like it.
+    """
+    below = resident_below
+    while True:
+        small = [part.stays or part.nbytes < below or (part.is_norm and below > 0) for part in parts]
+        sizes = [size for part, is_small in zip(parts, small, strict=True) if not is_small for size in part.sizes]
+        nbytes = sum(part.nbytes for part, is_small in zip(parts, small, strict=True) if is_small)
+        try:
+            return make_plan(sizes, small_bytes=nbytes, ahead=ahead(sizes), **room), small
+        except BudgetError:
+            if not below:
+                raise
+        below //= 4
 
 
 def largest_group(sizes: Sequence[WeightSize], align: int = 1) -> int:

@@ -92,6 +92,14 @@ class Ring:
             for arena, region in back:
                 arena.give(region)
 
+    def shrink(self) -> None:
+        """Gives back the blocks of which nothing is held."""
+        self.reclaim()
+        for key, (arena, reservation) in list(self._arenas.items()):
+            if not arena.busy_bytes:
+                del self._arenas[key]
+                reservation.release()
+
     def close(self) -> int:
         """Gives the blocks back. Returns the bytes of regions that somebody outside still holds."""
         self.reclaim()

@@ -50,7 +50,7 @@ class OffloadScope:
         self._reserve = self.ledger.reserve("device", "activations", self.activation_bytes)
         chunk = min(_LARGEST_CHUNK, max(_SMALLEST_CHUNK, total // 128 // 4096 * 4096))
         self._buffers = [ReadBuffer(chunk) for _ in range(1 + max(settings.read_threads, 0))]
-        self._staging = self.ledger.reserve("host", "staging", sum(buffer.nbytes for buffer in self._buffers))
+        self._staging = self.ledger.reserve("host", "staging", self.staging_bytes)
         self.engine = self._engine(chunk)
         self.cache = WeightCache(self.engine, self.ledger, self._buffers, poll=poll)
         self._files: dict[Path, WeightFile] = {}
@@ -84,11 +84,18 @@ class OffloadScope:
         return self.ledger.free("device") - self.cache.promised_bytes
 
     def make_room(self, nbytes: int) -> None:
-        """Makes up to `nbytes` available by streaming weights of modules that were attached before and wait now."""
+        """Makes up to `nbytes` available by streaming weights of modules that were attached before and wait now. If
+        that isn't enough, their ring is given back, too: the next module makes one that serves them all."""
         for managed in self._alive():
-            missing = nbytes - self.available()
-            if missing > 0:
-                managed.stream_more(missing)
+            while (missing := nbytes + self._ring_missing() - self.available()) > 0 and managed.stream_more(missing):
+                pass
+        if nbytes + self._ring_missing() > self.available():
+            self.cache.empty_ring()
+
+    def _ring_missing(self) -> int:
+        """Bytes of a ring for the attached modules that isn't there yet."""
+        needed = self.largest_bytes
+        return needed + self.engine.align if needed > self.cache.ring.largest else 0
 
     @property
     def largest_bytes(self) -> int:
@@ -120,6 +127,11 @@ class OffloadScope:
     def bytes_read(self) -> int:
         """Bytes read from weight files so far."""
         return self._closed_bytes + sum(file.bytes_read for file in self._files.values())
+
+    @property
+    def staging_bytes(self) -> int:
+        """Bytes of the buffers through which files are read."""
+        return sum(buffer.nbytes for buffer in self._buffers)
 
     def _direct(self, nbytes: int) -> bool:
         if self.settings.direct_io != "auto":
