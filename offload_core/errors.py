@@ -57,5 +57,9 @@ class NumericalError(OffloadError):
     """A phase produced NaN or infinite values, so that no picture can come of it. The message names the phase."""
 
 
+class TraceError(OffloadError):
+    """A module's code can't be traced without its values; how much memory it takes can only be estimated."""
+
+
 class PhaseBusyError(OffloadError):
     """A second phase was opened on a session while one is running."""

@@ -1,0 +1,409 @@
+"""What a call of a module would do: which weights it uses in what order, how much it computes, and how much memory its
+activations take. Found out by running the module's own code on fake tensors, so no weight is read and nothing large
+is computed.
+
+Tensors whose values may steer the code (masks, lengths, timesteps: small ones) are real, and so is what is computed
+from them alone, as long as it is small. All else has shape, dtype and strides but no memory.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import hashlib
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from .errors import TraceError
+from .streaming import StreamedWeight
+
+_REAL_BYTES = 1 << 20  # results of real tensors up to this size are real
+_REAL_BYTES_IN_NEED = 256 << 20  # and arguments, too, where code was found to ask for the values of larger ones
+_STEERING_BYTES = 64 << 10  # integers and booleans up to this size, and ...
+_STEERING_FLOATS = 64  # ... so many floating values, keep their values
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class TracedWeight:
+    """A weight that a call used. nbytes: in the dtype it runs in. lookup_only: its rows were looked up, never all."""
+
+    name: str
+    nbytes: int
+    lookup_only: bool = False
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Compute between one use of weights and the next.
+
+    weights: indices in `Trace.weights` of those that its first operator uses together. flops: of products, as
+    `torch.utils.flop_counter` counts them. moved_bytes: of what its operators read and write, weights included.
+    operators: how many there are. peak_bytes: the most that activations take meanwhile, above what was there when the
+    call began.
+    """
+
+    weights: tuple[int, ...]
+    flops: int
+    moved_bytes: int
+    operators: int
+    peak_bytes: int
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One call. output_bytes: of what it returned."""
+
+    weights: tuple[TracedWeight, ...]
+    stretches: tuple[Stretch, ...] = field(repr=False)
+    output_bytes: int
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that activations take, above what was there before; the arguments aren't counted."""
+        return max((stretch.peak_bytes for stretch in self.stretches), default=0)
+
+    @property
+    def flops(self) -> int:
+        return sum(stretch.flops for stretch in self.stretches)
+
+    @property
+    def moved_bytes(self) -> int:
+        return sum(stretch.moved_bytes for stretch in self.stretches)
+
+    @property
+    def operators(self) -> int:
+        return sum(stretch.operators for stretch in self.stretches)
+
+    def to_json(self) -> dict[str, Any]:
+        stretches = [[list(s.weights), s.flops, s.moved_bytes, s.operators, s.peak_bytes] for s in self.stretches]
+        return {
+            "weights": [[weight.name, weight.nbytes, weight.lookup_only] for weight in self.weights],
+            "stretches": stretches,
+            "output_bytes": self.output_bytes,
+        }
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Trace:
+        """Raises KeyError, TypeError or ValueError for anything else than what `to_json` gave."""
+        weights = tuple(TracedWeight(str(name), int(nbytes), bool(rows)) for name, nbytes, rows in data["weights"])
+        stretches = tuple(Stretch(tuple(used), *map(int, rest)) for used, *rest in data["stretches"])
+        return cls(weights, stretches, int(data["output_bytes"]))
+
+
+class MemoryCount(TorchDispatchMode):
+    """Counts the storages that operators make while it is active: bytes now, and at most.
+
+    Every storage is counted once, from the operator that made it to the death of its last alias. What was there before
+    isn't counted.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live_bytes = self.peak_bytes = self._high = 0
+        self._known: dict[int, Any] = {}  # by address: of storages that are alive
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self.leave_out(_tensors((args, kwargs)))
+        result = func(*args, **kwargs)
+        self.made(result)
+        return result
+
+    def made(self, result: Any) -> int:
+        """Counts the storages of what an operator returned. Returns the bytes of the new ones."""
+        new = 0
+        for tensor in _tensors(result):
+            new += self._count(tensor, counted=True)
+        if new:
+            self.live_bytes += new
+            self._high = max(self._high, self.live_bytes)
+            self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        return new
+
+    def high_bytes(self) -> int:
+        """The most since this was asked last."""
+        high, self._high = self._high, self.live_bytes
+        return high
+
+    def leave_out(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Says that the storages of these that aren't counted are none of the activations."""
+        for tensor in tensors:
+            self._count(tensor, counted=False)
+
+    def _count(self, tensor: torch.Tensor, *, counted: bool) -> int:
+        if isinstance(tensor, StreamedWeight) or tensor.layout is not torch.strided:
+            return 0
+        storage = tensor.untyped_storage()
+        key, nbytes = storage._cdata, storage.nbytes() if counted else 0
+        if key in self._known:
+            return 0
+        self._known[key] = weakref.finalize(storage, self._died, key, nbytes)
+        self._known[key].atexit = False
+        return nbytes
+
+    def _died(self, key: int, nbytes: int) -> None:
+        self._known.pop(key, None)
+        self.live_bytes -= nbytes
+
+    def forget(self) -> None:
+        """Stops watching: nothing of this outlives it."""
+        for end in list(self._known.values()):
+            end.detach()
+        self._known.clear()
+
+
+class Tracer(MemoryCount):
+    """Traces calls of modules whose parameters are cold `StreamedWeight`s; counts the memory of everything around
+    them, too. Use it as a context manager, and `call` inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self._weights: dict[Any, torch.Tensor] = {}  # by entry: its fake hot copy
+        self._call: _Recorded | None = None
+        self._real_bytes = _REAL_BYTES
+        self._traced: dict[str, tuple[Trace, Any]] = {}
+
+    def call(
+        self, name: str, run: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> tuple[Any, Trace]:
+        """A result like that of `run(*args, **kwargs)`, with noise in it, and the call's trace. A call of that name
+        with arguments like those before isn't traced again.
+
+        Raises TraceError if the code asks for a value that only the real tensors have.
+        """
+        trace, result = self._known_call(name, run, args, kwargs)
+        return _mapped(result, _Shape, _Shape.noise), trace
+
+    def trace(self, name: str, run: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Trace:
+        """Like `call`, without a result."""
+        return self._known_call(name, run, args, kwargs)[0]
+
+    def _known_call(
+        self, name: str, run: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> tuple[Trace, Any]:
+        key = f"{name}:{_signature(args, kwargs)}"
+        if key not in self._traced:
+            self._traced[key] = self._trace(name, run, args, kwargs)
+        trace, result = self._traced[key]
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes + trace.peak_bytes)
+        return trace, result
+
+    def _trace(
+        self, name: str, run: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> tuple[Trace, Any]:
+        for real_bytes in (_REAL_BYTES, _REAL_BYTES_IN_NEED):
+            self._real_bytes = real_bytes
+            self._call = call = _Recorded(self)
+            try:
+                fake_args, fake_kwargs = _mapped((list(args), kwargs), torch.Tensor, self._entering)
+                result = run(*fake_args, **fake_kwargs)
+                call.cut()
+                storages = [tensor.untyped_storage() for tensor in _tensors(result)]
+                shapes = _mapped(result, torch.Tensor, _Shape.of)
+                break
+            except _VALUE_ERRORS as error:
+                reason = str(error)
+            finally:
+                self._call = fake_args = fake_kwargs = result = None
+        else:
+            raise TraceError(f"{name} needs values that aren't known before it runs ({reason}).")
+        output = sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+        return Trace(tuple(call.weights.values()), tuple(call.stretches), output), shapes
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace == "prim":  # only asks for a device or a layout
+            return func(*args, **kwargs)
+        if self._call is None:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        flat, spec = pytree.tree_flatten((args, kwargs))
+        weights = [value for value in flat if isinstance(value, StreamedWeight)]
+        if weights:
+            if func in _ALIASES:
+                return func(*args, **kwargs)
+            self._use(func, weights, args)
+            flat = [self._hot(value) if isinstance(value, StreamedWeight) else value for value in flat]
+            args, kwargs = pytree.tree_unflatten(flat, spec)
+        tensors = [value for value in flat if isinstance(value, torch.Tensor)]
+        self.leave_out(tensors)
+        result = self._run(func, args, kwargs, flat, spec, tensors)
+        self.made(result)
+        self._call.add(func, args, kwargs, result, tensors)
+        return result
+
+    def _run(self, func: Any, args: Any, kwargs: Any, flat: list[Any], spec: Any, tensors: list[torch.Tensor]) -> Any:
+        if any(isinstance(tensor, FakeTensor) for tensor in tensors):
+            if func.overloadpacket in _INDEXING:
+                flat, spec = pytree.tree_flatten(((args[0], _without_masks(args[1]), *args[2:]), kwargs))
+            flat = [self._as_fake(value) if isinstance(value, torch.Tensor) else value for value in flat]
+            args, kwargs = pytree.tree_unflatten(flat, spec)
+            with self._fake:
+                return func(*args, **kwargs)
+        if torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags:
+            return func(*args, **kwargs)
+        if func.is_view or func._schema.is_mutable:
+            return func(*args, **kwargs)
+        with self._fake:
+            fake = func(*args, **kwargs)
+        if sum(tensor.nbytes for tensor in _tensors(fake)) > self._real_bytes:
+            return fake
+        return func(*args, **kwargs)
+
+    def _entering(self, tensor: torch.Tensor) -> torch.Tensor:
+        """An argument as the traced code gets it."""
+        is_whole = not (tensor.is_floating_point() or tensor.is_complex())
+        few = tensor.numel() <= _STEERING_FLOATS or (is_whole and tensor.nbytes <= _STEERING_BYTES)
+        needed = self._real_bytes > _REAL_BYTES and tensor.nbytes <= self._real_bytes
+        return tensor if few or needed or isinstance(tensor, StreamedWeight) else self._as_fake(tensor)
+
+    def _as_fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, FakeTensor):
+            return tensor
+        fake = self._fake.from_tensor(tensor)
+        self.leave_out([fake])  # the memory is the real one's
+        return fake
+
+    def _hot(self, weight: StreamedWeight) -> torch.Tensor:
+        entry = weight._entry
+        if entry not in self._weights:
+            layout = entry.layout
+            with self._fake:
+                fake = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=weight.device)
+            self.leave_out([fake])
+            self._weights[entry] = fake
+        return self._weights[entry]
+
+    def _use(self, func: Any, weights: Sequence[StreamedWeight], args: Any) -> None:
+        assert self._call is not None
+        looked_up = func in _LOOKUPS and args[0] is weights[0] and weights[0]._entry.layout.rows_lie_together
+        self._call.use([weight._entry for weight in weights], looked_up)
+
+
+class _Recorded:
+    """A trace that is being made."""
+
+    def __init__(self, count: MemoryCount) -> None:
+        self.weights: dict[Any, TracedWeight] = {}
+        self.stretches: list[Stretch] = []
+        self._count, self._before = count, count.live_bytes
+        self._places: dict[Any, int] = {}
+        self._used: tuple[int, ...] = ()
+        self._flops = self._moved = self._operators = 0
+        count.high_bytes()
+
+    def use(self, entries: Sequence[Any], looked_up: bool) -> None:
+        self.cut()
+        for entry in entries:
+            known = self.weights.get(entry)
+            self._places.setdefault(entry, len(self._places))
+            rows = looked_up and (known is None or known.lookup_only)
+            self.weights[entry] = TracedWeight(entry.name, entry.nbytes, rows)
+        self._used = tuple(dict.fromkeys(self._places[entry] for entry in entries if not looked_up))
+
+    def add(self, func: Any, args: Any, kwargs: Any, result: Any, tensors: Sequence[torch.Tensor]) -> None:
+        self._operators += 1
+        if func.is_view:
+            return
+        formula = flop_registry.get(func.overloadpacket)
+        if formula is not None:
+            self._flops += int(formula(*args, **kwargs, out_val=result))
+        read = 0 if func in _LOOKUPS else sum(tensor.nbytes for tensor in tensors)
+        self._moved += read + sum(tensor.nbytes for tensor in _tensors(result))
+
+    def cut(self) -> None:
+        """Ends a stretch."""
+        high = self._count.high_bytes() - self._before
+        if self._used or self._operators:
+            self.stretches.append(Stretch(self._used, self._flops, self._moved, self._operators, high))
+        self._used, self._flops, self._moved, self._operators = (), 0, 0, 0
+
+
+def _without_masks(indices: Sequence[Any]) -> list[Any]:
+    """Indices with each mask whose values are known replaced by the places where it is true."""
+    plain: list[Any] = []
+    for index in indices:
+        is_mask = isinstance(index, torch.Tensor) and index.dtype is torch.bool and not isinstance(index, FakeTensor)
+        plain += index.nonzero().unbind(1) if is_mask else [index]
+    return plain
+
+
+_INDEXING = {aten.index, aten.index_put, aten.index_put_}
+_ALIASES = {aten.detach.default, aten.alias.default}
+_LOOKUPS = {aten.embedding.default, aten.index_select.default}
+_VALUE_ERRORS = (DataDependentOutputException, DynamicOutputShapeException)
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """What is kept of a tensor in a result: enough to make one like it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _Shape:
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.device)
+
+    def noise(self) -> torch.Tensor:
+        """Noise, because pipelines divide by a result's norm or deviation; ones where it holds no floats."""
+        result = torch.ones(self.shape, dtype=self.dtype, device=self.device)
+        is_float = self.dtype.is_floating_point and self.dtype.itemsize > 1
+        return result.normal_(generator=torch.Generator(self.device).manual_seed(0)) if is_float else result
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in a result: in containers, and in objects' attributes."""
+    found: list[torch.Tensor] = []
+    _mapped(value, torch.Tensor, lambda tensor: found.append(tensor) or tensor)  # type: ignore[func-returns-value]
+    yield from found
+
+
+def _mapped(value: Any, kind: type, change: Callable[[Any], Any], depth: int = 0) -> Any:
+    """`value` with everything of `kind` in it changed: in lists, tuples, dicts, outputs, and objects that hold tensors
+    (a VAE's distribution)."""
+    if isinstance(value, kind):
+        return change(value)
+    if value is None or isinstance(value, bool | int | float | str | torch.dtype | torch.device | type) or depth > 8:
+        return value
+    if isinstance(value, dict):
+        items = {name: _mapped(item, kind, change, depth + 1) for name, item in value.items()}
+        return type(value)(**items) if dataclasses.is_dataclass(value) else items
+    if isinstance(value, list | tuple):
+        members = [_mapped(item, kind, change, depth + 1) for item in value]
+        return type(value)(*members) if hasattr(value, "_fields") else type(value)(members)
+    if type(value).__module__.startswith(("diffusers.", "transformers.")) and not isinstance(value, nn.Module):
+        changed = copy.copy(value)
+        for name, item in vars(value).items():
+            vars(changed)[name] = _mapped(item, kind, change, depth + 1)
+        return changed
+    return value
+
+
+def _signature(args: Sequence[Any], kwargs: dict[str, Any]) -> str:
+    """What of a call's arguments decides its trace: shapes and dtypes, and the values of masks and lengths. Not those
+    of token ids and of single numbers (timesteps)."""
+
+    def of(tensor: torch.Tensor) -> Any:
+        whole = not (tensor.is_floating_point() or tensor.is_complex())
+        masks = whole and tensor.numel() > 1 and tensor.nbytes <= _STEERING_BYTES and int(tensor.max()) <= 1
+        return f"{tensor.dtype}{tuple(tensor.shape)}{tensor.stride()}{tensor.tolist() if masks else ''}"
+
+    return hashlib.sha256(repr(_mapped([list(args), dict(kwargs)], torch.Tensor, of)).encode()).hexdigest()
