@@ -76,7 +76,7 @@ class ComponentSource:
 
     @property
     def has_weights(self) -> bool:
-        return bool(self.weight_files)
+        return bool(self.weight_files or self.weight_bytes)  # a described model has sizes and no files
 
 
 @dataclass(frozen=True)

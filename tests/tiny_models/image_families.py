@@ -24,9 +24,10 @@ from diffusers import (
 from diffusers.pipelines.stable_diffusion.safety_checker import StableDiffusionSafetyChecker
 from transformers import CLIPConfig, CLIPImageProcessor
 
+from offload_core.known._tokenizers import clip_tokenizer, qwen_tokenizer, t5_tokenizer
+
 from . import autoencoders, text_encoders
 from .autoencoders import LATENT_CHANNELS
-from .tokenizers import clip_tokenizer, qwen_tokenizer, t5_tokenizer
 from .weights import denoiser, seeded, with_weights
 
 PACKED_CHANNELS = 4 * LATENT_CHANNELS  # a 2 x 2 patch of the latent

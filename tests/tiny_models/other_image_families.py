@@ -13,10 +13,11 @@ from diffusers import (
     SanaTransformer2DModel,
 )
 
+from offload_core.known._tokenizers import gemma_tokenizer, qwen_tokenizer, t5_tokenizer
+
 from . import autoencoders, text_encoders
 from .autoencoders import LATENT_CHANNELS
 from .image_families import PACKED_CHANNELS
-from .tokenizers import gemma_tokenizer, qwen_tokenizer, t5_tokenizer
 from .weights import denoiser
 
 LUMINA2_VAE_WIDTHS = (8, 8, 16, 16)  # the pipeline takes scale 8 for granted

@@ -18,9 +18,17 @@ from diffusers import (
 from diffusers.pipelines.ltx2.connectors import LTX2TextConnectors
 from diffusers.pipelines.ltx2.vocoder import LTX2Vocoder
 
+from offload_core.known._tokenizers import (
+    byt5_tokenizer,
+    clip_tokenizer,
+    gemma_tokenizer,
+    llama_tokenizer,
+    qwen_tokenizer,
+    t5_tokenizer,
+)
+
 from . import text_encoders, video_autoencoders
 from .autoencoders import LATENT_CHANNELS
-from .tokenizers import byt5_tokenizer, clip_tokenizer, gemma_tokenizer, llama_tokenizer, qwen_tokenizer, t5_tokenizer
 from .weights import denoiser, with_weights
 
 LTX_SHIFT = {"use_dynamic_shifting": True, "base_shift": 0.95, "max_shift": 2.05, "shift_terminal": 0.1}

@@ -2,9 +2,10 @@
 
 from diffusers import UniPCMultistepScheduler, WanImageToVideoPipeline, WanPipeline, WanTransformer3DModel
 
+from offload_core.known._tokenizers import t5_tokenizer
+
 from . import autoencoders, text_encoders
 from .autoencoders import LATENT_CHANNELS
-from .tokenizers import t5_tokenizer
 from .weights import denoiser
 
 FIVE_B_CHANNELS = 12
