@@ -1,4 +1,4 @@
-"""The command line: ``phase-offload generate``, ``demo`` and ``bench``; the nodes add ``run``.
+"""The command line: ``phase-offload generate``, ``demo``, ``plan`` and ``bench``; the nodes add ``run``.
 
 A thin door: it turns arguments into calls of the library, shows progress, writes files, and turns every error into
 one sentence and an exit code. Numbers are checked by the library, file names here, before anything runs.
@@ -44,7 +44,7 @@ class Command:
 
 def main(argv: Sequence[str] | None = None, extra_commands: Iterable[Command] = ()) -> int:
     """Runs one command and returns its exit code. Argument errors leave through SystemExit(2), as argparse does."""
-    commands = {command.name: command for command in (GENERATE, DEMO, *extra_commands, BENCH)}
+    commands = {command.name: command for command in (GENERATE, DEMO, *extra_commands, PLAN, BENCH)}
     words = sys.argv[1:] if argv is None else list(argv)
     args = _parser(commands.values(), words).parse_args(words)
     interrupt = InterruptFlag()
@@ -286,6 +286,25 @@ def _bench(args: argparse.Namespace, terminal: Terminal) -> None:
 BENCH = Command(
     "bench", "measure this engine beside others on a model made for it", _bench_arguments, _bench, has_report=False
 )
+
+
+# ----------------------------------------------------------------------------------------------------- plan
+
+
+def _plan_arguments(parser: argparse.ArgumentParser) -> None:
+    from . import _plan_command
+
+    _plan_command.add_arguments(parser)
+    add_memory_arguments(parser)
+
+
+def _plan(args: argparse.Namespace, terminal: Terminal) -> None:
+    from . import _plan_command
+
+    _plan_command.run(args, terminal)
+
+
+PLAN = Command("plan", "say what a job will take, before anything is loaded", _plan_arguments, _plan, has_report=False)
 
 
 # -------------------------------------------------------------------------------------- parser, errors, exit

@@ -3,6 +3,7 @@
 from ._decode import decode, latents_from_samples
 from ._denoise import check_denoise, denoise
 from ._encode import encode
+from ._foresee import PhaseTrace, TracedCall, foresee
 from ._handle import Handle, load
 from ._loras import Lora
 from ._records import Embeds, Latents
@@ -14,10 +15,13 @@ __all__ = [
     "Latents",
     "Lora",
     "Phase",
+    "PhaseTrace",
+    "TracedCall",
     "check_denoise",
     "decode",
     "denoise",
     "encode",
+    "foresee",
     "latents_from_samples",
     "load",
     "open_phase",

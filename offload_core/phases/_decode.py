@@ -9,6 +9,7 @@ import torch
 from ..devices import empty_cache, is_out_of_memory
 from ..errors import InputError, InsufficientMemoryError, NumericalError, RecordError
 from ..model_source import ModelSource
+from ..plan import Plan
 from ..session import Session
 from ._handle import Handle
 from ._layout import Layout
@@ -36,13 +37,15 @@ def decode(
     *,
     tiling: str | None = None,
     session: Session | None = None,
+    plan: Plan | None = None,
 ) -> Any:
     """Pictures of `latents`: a list of PIL images ("pil"), float32 (B, H, W, C) in 0..1 ("np"), or (B, C, H, W) in 0..1
     and the VAE's dtype ("pt").
 
     A video model gives a list of lists of frames, (B, F, H, W, C) or (B, F, C, H, W). The VAE's encoder half stays on
     disk. tiling: "auto" decodes whole and in smaller and smaller tiles only if memory runs out, "on" in tiles of 512
-    pixels (seams may show slightly), "off" never; None is the handle's setting.
+    pixels (seams may show slightly), "off" never; None is the handle's setting. plan: see `encode`; with "auto" the
+    tiles that it foretells to fit are the first to be tried.
 
     Raises RecordError, naming the field, for latents of another kind of model, InputError, InsufficientMemoryError,
     NumericalError. The latents are never changed or lost.
@@ -55,7 +58,7 @@ def decode(
     source = handle.source()
     _check_latents(handle, source, latents)
     owned = {latents.component} | {name for name, part in models(source) if role_of(part) is Role.TAIL}
-    with OpenPhase(handle, source, "decode", session or Session(), owned=owned) as phase:
+    with OpenPhase(handle, source, "decode", session or Session(), owned=owned, plan=plan) as phase:
         component = phase.components[latents.component]
         component.skip = ENCODER_HALF
         # What the pipeline did to its VAE before decoding: an SDXL VAE in float16 is upcast.
@@ -113,13 +116,15 @@ def _check_latents(handle: Handle, source: ModelSource, latents: Any) -> None:
 def _decode(phase: Phase, vae: Any, latents: Latents, tiling: str) -> torch.Tensor:
     """Whole, or in tiles; with "auto" in smaller and smaller ones after running out of memory."""
     sizes = TILE_SIZES[tiling]
+    if tiling == "auto" and phase.plan is not None and phase.plan.tile in sizes:
+        sizes = sizes[sizes.index(phase.plan.tile) :]
     phase.components[latents.component].load()
     for index, pixels in enumerate(sizes):
         if pixels is not None and not tile(vae, pixels):
             if tiling == "on":
                 phase.notes.append(f"{type(vae).__name__} can't decode in tiles; it was decoded whole.")
             elif index:
-                break
+                break  # whole has been tried
         elif pixels is not None:
             phase.notes.append(f"Decoded in tiles of {pixels} pixels.")
         try:

@@ -12,6 +12,7 @@ import torch
 
 from ..errors import InputError, MissingRecordError, NumericalError, RecordError
 from ..model_source import ModelSource, pipeline_class
+from ..plan import Plan
 from ..session import Session
 from ._components import Component
 from ._encode import friendly_errors, one_negative_each, run_encode
@@ -36,13 +37,14 @@ def denoise(
     *,
     seed: int = 0,
     session: Session | None = None,
+    plan: Plan | None = None,
     **pipeline_kwargs: Any,
 ) -> Latents:
     """Latents for `embeds`: the pipeline's own loop, equal bit for bit to a one-shot run with the same seed.
 
     The noise comes from a CPU generator seeded with `seed` (0 to 2**64 - 1). pipeline_kwargs are those of the
     pipeline's call (height, width, num_inference_steps, guidance_scale, num_images_per_prompt, ...); what is left out
-    is what Encode was given, else the model's default.
+    is what Encode was given, else the model's default. plan: see `encode`.
 
     Raises InputError for a bad argument, RecordError for embeddings of other encoders, MissingRecordError for an
     encoding that the embeddings lack if `settings.encode_missing` is off, InsufficientMemoryError, NumericalError.
@@ -55,16 +57,16 @@ def denoise(
     call = one_negative_each(call)
     check_call(pipeline_class(source), call)
     try:
-        return _run(handle, source, embeds.records, call, seed, session)
+        return _run(handle, source, embeds.records, call, seed, session, plan=plan)
     except RecordMissing as missing:
         if not handle.settings.encode_missing:
             raise MissingRecordError(_missing_sentence(embeds, call, missing.component)) from None
         component = missing.component
     known = dict(embeds.records) if component else {}  # a record that lacks a part must be made again whole
-    again = run_encode(handle, source, call, call, session, known)
+    again = run_encode(handle, source, call, call, session, known, plan)
     note = f"{component or 'Every encoder'} was run again for Denoise."
     try:
-        return _run(handle, source, again.records, call, seed, session, note)
+        return _run(handle, source, again.records, call, seed, session, note, plan)
     except RecordMissing as missing:
         raise MissingRecordError(_missing_sentence(embeds, call, missing.component)) from None
 
@@ -76,7 +78,7 @@ def check_denoise(handle: Handle, *, seed: int = 0, **pipeline_kwargs: Any) -> N
     call = {**model_defaults(source), **pipeline_kwargs}
     check_call(pipeline_class(source), call)
     with OpenPhase(handle, source, "check", Session()) as phase:
-        _check_size(phase.pipeline, call)
+        check_size(phase.pipeline, call)
         if not any(hasattr(phase.pipeline, name) for name in ("image_processor", "video_processor")):
             raise InputError(f"{handle.pipeline} makes neither pictures nor videos, so it can't run in phases yet.")
 
@@ -89,24 +91,30 @@ def _run(
     seed: int,
     session: Session,
     note: str | None = None,
+    plan: Plan | None = None,
 ) -> Latents:
     device = handle.device_here()
     records = Records(records_of)
-    ports: dict[str, Port] = {name: _port(role_of(part), name, records, device) for name, part in models(source)}
+    ports = denoise_ports(source, records, device)
     owned = {name for name, port in ports.items() if isinstance(port, RunPort)}
-    with OpenPhase(handle, source, "denoise", session, ports, owned) as phase:
+    with OpenPhase(handle, source, "denoise", session, ports, owned, plan) as phase:
         if note:
             phase.notes.append(note)
         plan_loras(phase, owned)
         _one_expert_at_a_time(phase, owned)
         for name in owned:
             phase.components[name].gate.after_oom = functools.partial(phase.make_room, phase.components[name])
-        _check_size(phase.pipeline, call)
+        check_size(phase.pipeline, call)
         preview = Previewer(phase, source, call)
         with contextlib.suppress(PhaseDone), friendly_errors():
             generator = torch.Generator("cpu").manual_seed(seed)
             phase.pipeline(**call, **preview.arguments(), generator=generator)
-        return _collect(handle, source, phase, ports, call, seed)
+        return collect_latents(handle, source, phase, ports, call, seed)
+
+
+def denoise_ports(source: ModelSource, records: Records, device: torch.device) -> dict[str, Port]:
+    """What the denoise phase does with each component."""
+    return {name: _port(role_of(part), name, records, device) for name, part in models(source)}
 
 
 def _port(role: Role, name: str, records: Records, device: torch.device) -> Port:
@@ -115,7 +123,7 @@ def _port(role: Role, name: str, records: Records, device: torch.device) -> Port
     return ReplayPort(name, records, device) if role is Role.ENCODER else RunPort()
 
 
-def _collect(
+def collect_latents(
     handle: Handle,
     source: ModelSource,
     phase: Phase,
@@ -123,6 +131,7 @@ def _collect(
     call: dict[str, Any],
     seed: int,
 ) -> Latents:
+    """What the VAE was asked in a phase with `ports` whose pipeline was called with `call`."""
     captures = [port for port in ports.values() if isinstance(port, CapturePort)]
     used = next((port for port in captures if port.captured is not None), None)
     if used is None or used.captured is None:
@@ -177,7 +186,7 @@ def _check_embeds(handle: Handle, source: ModelSource, embeds: Any) -> None:
         )
 
 
-def _check_size(pipeline: Any, call: dict[str, Any]) -> None:
+def check_size(pipeline: Any, call: dict[str, Any]) -> None:
     """Raises InputError for a size the pipeline would silently round or fail on."""
     multiple = _size_multiple(pipeline)
     for name in ("height", "width"):

@@ -9,6 +9,7 @@ import torch
 
 from ..errors import InputError
 from ..model_source import ModelSource, pipeline_class
+from ..plan import Plan
 from ..session import Session
 from ._handle import Handle, model_defaults
 from ._loras import plan_loras
@@ -31,12 +32,14 @@ def encode(
     negative_prompt: str | list[str] | None = None,
     *,
     session: Session | None = None,
+    plan: Plan | None = None,
     **pipeline_kwargs: Any,
 ) -> Embeds:
     """Embeddings of `prompt` and `negative_prompt` that serve any Denoise, whatever its guidance, size or batch.
 
     pipeline_kwargs are those of the pipeline's own call (prompt_2, max_sequence_length, clip_skip, image, ...). Each
-    encoder runs at most as often as in a one-shot run with guidance on.
+    encoder runs at most as often as in a one-shot run with guidance on. plan: of this job, made before
+    (`foresee_job`); memory is then kept for the activations that it foretells.
 
     Raises InputError for arguments the pipeline doesn't take, ModelError for files that changed,
     InsufficientMemoryError.
@@ -44,7 +47,7 @@ def encode(
     source = handle.source()
     call = encode_call(source, prompt, negative_prompt, pipeline_kwargs)
     run = force_guidance(source, one_negative_each({**model_defaults(source), **call}))
-    return run_encode(handle, source, run, call, session or Session(), {})
+    return run_encode(handle, source, run, call, session or Session(), {}, plan)
 
 
 def encode_call(source: ModelSource, prompt: Any, negative_prompt: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -85,13 +88,14 @@ def run_encode(
     call: dict[str, Any],
     session: Session,
     known: dict[str, Any],
+    plan: Plan | None = None,
 ) -> Embeds:
     """Runs the phase with the arguments `run`; `call` is kept for Denoise, `known` needn't be encoded again."""
     kept, run = plain_call(call), from_plain(plain_call(run), torch.device("cpu"))  # pipelines write into their lists
     records, device = Records(known), handle.device_here()
-    ports: dict[str, Port] = {name: _port(role_of(part), name, records, device) for name, part in models(source)}
+    ports = encode_ports(source, records, device)
     owned = {name for name, port in ports.items() if not isinstance(port, StopPort)}
-    with OpenPhase(handle, source, "encode", session, ports, owned) as phase:
+    with OpenPhase(handle, source, "encode", session, ports, owned, plan) as phase:
         plan_loras(phase, owned)
         with contextlib.suppress(PhaseDone), friendly_errors():
             phase.pipeline(**run, generator=torch.Generator("cpu").manual_seed(0))
@@ -99,6 +103,11 @@ def run_encode(
         phase.notes += notes
         plain = records.settle()
     return Embeds(handle.pipeline, encoders_mark(handle, source, plain), kept, plain, tuple(notes))
+
+
+def encode_ports(source: ModelSource, records: Records, device: torch.device) -> dict[str, Port]:
+    """What the encode phase does with each component."""
+    return {name: _port(role_of(part), name, records, device) for name, part in models(source)}
 
 
 def _port(role: Role, name: str, records: Records, device: torch.device) -> Port:

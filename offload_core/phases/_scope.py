@@ -7,7 +7,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from .._report_table import human_bytes
 from ..devices import HostPeak, empty_cache, is_out_of_memory, peak_bytes, reset_peak, trim_heap
 from ..errors import InputError, InsufficientMemoryError
 from ..model_source import ModelSource
+from ..plan import Plan, predicted_figures
 from ..report import PhaseReport
 from ..session import Progress, Session
 from ..streaming import OffloadScope
@@ -28,8 +29,11 @@ from ._ports import EncodeOnlyPort, Port, RunPort
 class Phase:
     """An open phase: `pipeline` with `modules` of which the owned ones load on first use, the others stay cold."""
 
-    def __init__(self, name: str, handle: Handle, source: ModelSource, session: Session) -> None:
+    def __init__(
+        self, name: str, handle: Handle, source: ModelSource, session: Session, plan: Plan | None = None
+    ) -> None:
         self.name, self.handle, self.source, self.session = name, handle, source, session
+        self.plan = plan.phase(name) if plan is not None else None
         self.device = handle.device_here()
         self.usage = Usage()
         self.notes: list[str] = []
@@ -45,7 +49,10 @@ class Phase:
     def scope(self) -> OffloadScope:
         """The budget that all components of the phase share, from the first one that is loaded on."""
         if self._scope is None:
-            self._scope = OffloadScope(self.handle.settings, self.device, poll=self.poll)
+            settings = self.handle.settings
+            if self.plan is not None and settings.activation_memory == "auto":
+                settings = replace(settings, activation_memory=self.plan.activation_peak_bytes)
+            self._scope = OffloadScope(settings, self.device, poll=self.poll)
         return self._scope
 
     @property
@@ -180,8 +187,9 @@ class OpenPhase(contextlib.AbstractContextManager[Phase]):
         session: Session,
         ports: dict[str, Port] | None = None,
         owned: set[str] | None = None,
+        plan: Plan | None = None,
     ) -> None:
-        self.phase = Phase(name, handle, source, session)
+        self.phase = Phase(name, handle, source, session, plan)
         self.ports, self.owned = ports or {}, owned or set()
 
     def __enter__(self) -> Phase:
@@ -234,6 +242,7 @@ class OpenPhase(contextlib.AbstractContextManager[Phase]):
                 reserved_peak_bytes=phase.traffic.reserved_peak_bytes,
                 streamed_bytes=phase.traffic.streamed_bytes,
                 stall_s=phase.traffic.stall_s,
+                predicted=predicted_figures(phase.plan) if phase.plan is not None else {},
             )
         )
         if short is not None:

@@ -1,0 +1,87 @@
+"""`phase-offload plan`: what a job will take, before anything is loaded."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from . import _picture_files as files
+from ._console import Terminal
+from .errors import BudgetError, InputError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model", metavar="MODEL", help="model folder, or the name of a known model (--list shows them)"
+    )
+    parser.add_argument("--prompt", metavar="TEXT", help="default: one of common length")
+    parser.add_argument("--negative-prompt", metavar="TEXT")
+    parser.add_argument("--width", type=int, metavar="PIXELS", help="default: the model's own")
+    parser.add_argument("--height", type=int, metavar="PIXELS", help="default: the model's own")
+    parser.add_argument("--steps", type=int, metavar="N", help="denoising steps; default: the model's own")
+    parser.add_argument("--guidance-scale", type=float, metavar="X", help="default: the model's own")
+    parser.add_argument("--num-images", type=int, default=1, metavar="N", help="pictures in one go (1)")
+    parser.add_argument("--frames", type=int, metavar="N", help="frames of a video; default: the model's own")
+    parser.add_argument("--device", default="auto", metavar="NAME", help="auto, cpu, cuda, cuda:1, ... (auto)")
+    parser.add_argument("--dtype", default="auto", metavar="NAME", help="auto (the files' own), bfloat16, float32, ...")
+    parser.add_argument("--hardware", metavar="NAME", help="plan for a known machine, e.g. rtx4060-8gb (--list)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the plan as JSON")
+    parser.add_argument("--list", action="store_true", help="list the known models and machines")
+
+
+def run(args: argparse.Namespace, terminal: Terminal) -> None:
+    """Raises BudgetError, after the table, if the job doesn't fit."""
+    if args.list:
+        terminal.say(_listing())
+        return
+    if not args.model:
+        raise InputError("Give a model: --model DIR, or --model NAME with a name of --list.")
+    if args.json is not None:
+        files.check_writable(args.json)
+    from ._plan_table import plan_json, plan_table
+    from .foresight import foresee_job
+    from .settings import OffloadSettings
+
+    settings = OffloadSettings(
+        execution_device=args.device, device_memory=args.device_memory, host_memory=args.host_memory
+    )
+    found = foresee_job(
+        args.model,
+        args.prompt,
+        args.negative_prompt,
+        settings=settings,
+        dtype=args.dtype,
+        hardware=args.hardware,
+        **_call(args),
+    )
+    terminal.say(plan_table(found))
+    if args.json is not None:
+        text = json.dumps(plan_json(found), indent=2) + "\n"
+        files.write_files([(args.json, files.text_writer(text))])
+        terminal.say(f"Wrote {args.json}")
+    if not found.plan.fits:
+        from ._plan_table import plan_line
+
+        raise BudgetError(plan_line(found.plan))
+
+
+def _call(args: argparse.Namespace) -> dict[str, Any]:
+    given = {
+        "width": args.width,
+        "height": args.height,
+        "num_inference_steps": args.steps,
+        "guidance_scale": args.guidance_scale,
+        "num_frames": args.frames,
+        "num_images_per_prompt": args.num_images if args.num_images != 1 else None,
+    }
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _listing() -> str:
+    from .known import known_machines, known_models
+
+    models = [f"  {model.name:<20} {model.title}" for model in known_models().values()]
+    machines = [f"  {machine.name:<20} {machine.title}" for machine in known_machines().values()]
+    return "\n".join(["Models:", *models, "", "Machines:", *machines])

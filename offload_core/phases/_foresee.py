@@ -1,0 +1,197 @@
+"""What a job's phases would do, before a weight is read: the pipeline's own call with its components traced."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..model_source import ModelSource, pipeline_class
+from ..plan import ComponentJob, PhaseJob
+from ..session import Session
+from ..streaming import part_sizes
+from ..trace import Trace, Tracer
+from ._cold import forget_method_caches
+from ._components import Component
+from ._decode import ENCODER_HALF, TILE_SIZES
+from ._denoise import check_size, collect_latents, denoise_ports
+from ._encode import encode_call, encode_ports, force_guidance, friendly_errors, one_negative_each
+from ._handle import Handle, model_defaults
+from ._pipeline import check_call
+from ._plain import from_plain
+from ._ports import CapturePort, PhaseDone, Port, Records, ReplayPort, StopPort
+from ._records import Latents, plain_call
+from ._scope import OpenPhase, Phase
+from ._tiling import tile
+
+
+@dataclass(frozen=True)
+class TracedCall:
+    """One way in which a phase uses a component. name: the entry point, "" for the component itself. times: how often
+    it does so."""
+
+    component: str
+    name: str
+    times: int
+    trace: Trace
+
+
+@dataclass(frozen=True)
+class PhaseTrace:
+    """What a phase does. job: the same as a plan sees it. calls: in the order of the first of each kind."""
+
+    job: PhaseJob
+    calls: tuple[TracedCall, ...] = field(repr=False)
+
+
+def foresee(
+    handle: Handle,
+    prompt: Any = "",
+    negative_prompt: Any = None,
+    *,
+    seed: int = 0,
+    source: ModelSource | None = None,
+    **pipeline_kwargs: Any,
+) -> tuple[Iterable[PhaseTrace], ...]:
+    """What the phases encode, denoise and decode would do for these arguments (those of `encode` and `denoise`): for
+    each the ways to do it. Decode has several, whole and in tiles, which are traced when they are asked for.
+
+    Reads configs and headers only. source: the model, if it isn't the handle's folder. Raises what these phases would
+    raise for the arguments, and TraceError for a model whose code can't be traced.
+    """
+    source = source or handle.source()
+    call = encode_call(source, prompt, negative_prompt, pipeline_kwargs)
+    records = Records()
+    encoded = _encode(handle, source, call, records)
+    run = one_negative_each({**model_defaults(source), **call})
+    check_call(pipeline_class(source), run)
+    denoised, latents = _denoise(handle, source, run, records, seed)
+    return (encoded,), (denoised,), _decode(handle, source, latents)
+
+
+class _Watch:
+    """Collects the traces of a phase."""
+
+    def __init__(self) -> None:
+        self.tracer = Tracer()
+        self.steps = 0
+        self._times: Counter[tuple[str, str, int]] = Counter()
+        self._traces: dict[int, Trace] = {}
+
+    def call(self, component: str, name: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        result, trace = self.tracer.call(".".join(filter(None, (component, name))), run, args, kwargs)
+        self._add(component, name, trace)
+        return result
+
+    def trace(self, component: str, name: str, run: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        self._add(component, name, self.tracer.trace(f"{component}.{name}", run, args, kwargs))
+
+    def step(self, done: int, total: int) -> None:
+        self.steps = max(self.steps, total)
+
+    @contextlib.contextmanager
+    def watching(self, phase: Phase) -> Iterator[None]:
+        phase.on_step = self.step
+        try:
+            with self.tracer:
+                yield
+        finally:
+            self.tracer.forget()
+            for component in phase.components.values():
+                forget_method_caches(component.module)
+
+    def result(self, phase: Phase) -> PhaseTrace:
+        calls = tuple(TracedCall(*key[:2], times, self._traces[key[2]]) for key, times in self._times.items())
+        used = dict.fromkeys(call.component for call in calls)
+        components = [_component_job(phase.components[name], calls) for name in used]
+        if phase.name == "denoise":
+            components = _alone(components, phase)
+        return PhaseTrace(PhaseJob(phase.name, self.tracer.peak_bytes, tuple(components), self.steps), calls)
+
+    def _add(self, component: str, name: str, trace: Trace) -> None:
+        self._traces[id(trace)] = trace
+        self._times[component, name, id(trace)] += 1
+
+
+class _TracedPort:
+    """Before another port: what that would run is traced instead."""
+
+    def __init__(self, component: str, inner: Port, watch: _Watch) -> None:
+        self.component, self.inner, self.watch = component, inner, watch
+
+    def call(self, module: nn.Module, name: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        def traced(*args: Any, **kwargs: Any) -> Any:
+            return self.watch.call(self.component, name, run, args, kwargs)
+
+        return self.inner.call(module, name, traced, args, kwargs)
+
+
+def _encode(handle: Handle, source: ModelSource, call: dict[str, Any], records: Records) -> PhaseTrace:
+    run = force_guidance(source, one_negative_each({**model_defaults(source), **call}))
+    run = from_plain(plain_call(run), torch.device("cpu"))
+    watch = _Watch()
+    ports = _traced(encode_ports(source, records, handle.device_here()), watch)
+    with OpenPhase(handle, source, "encode", Session(), ports) as phase:
+        with watch.watching(phase), contextlib.suppress(PhaseDone), friendly_errors():
+            phase.pipeline(**run, generator=torch.Generator("cpu").manual_seed(0))
+        records.settle()
+        return watch.result(phase)
+
+
+def _denoise(
+    handle: Handle, source: ModelSource, call: dict[str, Any], records: Records, seed: int
+) -> tuple[PhaseTrace, Latents]:
+    watch = _Watch()
+    ports = denoise_ports(source, records, handle.device_here())
+    with OpenPhase(handle, source, "denoise", Session(), _traced(ports, watch)) as phase:
+        check_size(phase.pipeline, call)
+        with watch.watching(phase), contextlib.suppress(PhaseDone), friendly_errors():
+            phase.pipeline(**call, generator=torch.Generator("cpu").manual_seed(seed))
+        return watch.result(phase), collect_latents(handle, source, phase, ports, call, seed)
+
+
+def _decode(handle: Handle, source: ModelSource, latents: Latents) -> Iterator[PhaseTrace]:
+    sizes = dict.fromkeys((*TILE_SIZES["off"], *TILE_SIZES["auto"]))
+    for pixels in sizes:
+        with OpenPhase(handle, source, "decode", Session()) as phase:
+            component = phase.components[latents.component]
+            vae: Any = component.module
+            if pixels is not None and not tile(vae, pixels):
+                return
+            watch = _Watch()
+            with watch.watching(phase):
+                args, kwargs = from_plain(latents.decode, phase.device)
+                watch.trace(latents.component, "decode", vae.decode, args, kwargs)
+            for half in ENCODER_HALF:
+                vae._modules.pop(half, None)  # stays on disk
+            traced = watch.result(phase)
+            yield replace(traced, job=replace(traced.job, tile=pixels))
+
+
+def _traced(ports: dict[str, Port], watch: _Watch) -> dict[str, Port]:
+    """Those that run something trace it; those that answer, capture or stop stay."""
+    quiet = (StopPort, ReplayPort, CapturePort)
+    return {name: port if isinstance(port, quiet) else _TracedPort(name, port, watch) for name, port in ports.items()}
+
+
+def _component_job(component: Component, calls: tuple[TracedCall, ...]) -> ComponentJob:
+    name, source = component.source.name, component.source
+    stored = getattr(torch, source.dtype or "float32").itemsize / component.dtype.itemsize
+    return ComponentJob(
+        name,
+        str(component.dtype).removeprefix("torch."),
+        tuple(part_sizes(component.module)),
+        tuple((call.trace, call.times) for call in calls if call.component == name),
+        stored,
+    )
+
+
+def _alone(components: list[ComponentJob], phase: Phase) -> list[ComponentJob]:
+    """Experts of one class take turns: each makes room for the next."""
+    classes = Counter(phase.components[component.name].source.class_name for component in components)
+    return [replace(c, alone=classes[phase.components[c.name].source.class_name] > 1) for c in components]

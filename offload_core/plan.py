@@ -1,0 +1,440 @@
+"""What a job will take, phase by phase, before anything is loaded: a pure function of traces, sizes, budgets and rates.
+
+Where weights lie is decided by the same functions that the engine uses (`streaming.plan_parts`), so the two can't
+disagree. How long it takes is a replay of that (`simulate`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ._report_table import human_bytes
+from .errors import BudgetError
+from .simulate import Hardware, Load, simulate
+from .streaming import PartSize, StreamPlan, WeightSize, plan_parts
+from .trace import Stretch, Trace
+
+# On an accelerator beside the activations themselves: what its libraries keep to work in, and blocks that are rounded
+# up or lie between others. Stated, not measured on a GPU.
+WORKSPACE_BYTES, FRAGMENTED_SHARE = 64 << 20, 0.05
+INLINE_BYTES = 1 << 20  # weights up to this size are read by whoever needs them
+_ENOUGH = 1 << 50
+
+
+@dataclass(frozen=True)
+class Rates:
+    """How fast a machine is.
+
+    flops: of large products, per second, by dtype. memory_bytes_per_s: of operators that read and write memory.
+    operator_s: seconds that each operator takes beside that. disk_bytes_per_s, cached_bytes_per_s: of reads of weights
+    from disk and from the page cache. link_bytes_per_s: to the execution device; None if that is the CPU. read_s:
+    seconds that each read of a weight takes beside its bytes. shares_compute: see `simulate.Hardware`.
+    source: where the figures are from.
+    """
+
+    flops: dict[str, float]
+    memory_bytes_per_s: float
+    operator_s: float
+    disk_bytes_per_s: float
+    cached_bytes_per_s: float
+    link_bytes_per_s: float | None = None
+    read_s: float = 5e-5
+    shares_compute: float = 0.0
+    source: str = ""
+
+    def compute_s(self, stretch: Stretch, dtype: str) -> float:
+        """Seconds of a stretch whose weights are there."""
+        rate = self.flops.get(dtype) or min(self.flops.values())
+        moved = stretch.moved_bytes / self.memory_bytes_per_s
+        return stretch.flops / rate + moved + stretch.operators * self.operator_s
+
+
+@dataclass(frozen=True)
+class ComponentJob:
+    """What a phase does with one component. calls: (trace, how often). stored: bytes in the file per byte that runs.
+    alone: whether other components of its class make room for it and it for them (Wan's experts)."""
+
+    name: str
+    dtype: str
+    parts: tuple[PartSize, ...] = field(repr=False)
+    calls: tuple[tuple[Trace, int], ...] = field(repr=False)
+    stored: float = 1.0
+    alone: bool = False
+    correction: float = 1.0  # learnt: real seconds of compute per predicted second
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+    @property
+    def times(self) -> int:
+        return sum(times for _, times in self.calls)
+
+
+@dataclass(frozen=True)
+class PhaseJob:
+    """A phase as a plan sees it. steps: of the denoiser, 0 elsewhere. tile: pixels of the VAE's tiles, if it tiles."""
+
+    name: str
+    activation_bytes: int
+    components: tuple[ComponentJob, ...]
+    steps: int = 0
+    tile: int | None = None
+
+
+@dataclass(frozen=True)
+class ComponentPlan:
+    """One component in a phase. first_s, pass_s: seconds of its first pass, which brings what stays, and of later ones;
+    compute_s: of a pass whose weights are all there. tier: where streamed weights come from."""
+
+    name: str
+    weights: StreamPlan
+    weight_bytes: int
+    times: int
+    first_s: float
+    pass_s: float
+    compute_s: float
+    tier: str
+
+    @property
+    def seconds(self) -> float:
+        return self.first_s + (self.times - 1) * self.pass_s if self.times else 0.0
+
+
+@dataclass(frozen=True)
+class PhasePlan:
+    """What a phase will take. Bytes and seconds.
+
+    device_peak_bytes: weights, ring and activations on the execution device at most. host_peak_bytes: what it takes of
+    RAM, without the page cache. smallest_budget_bytes: of device memory, with which it works at all. load_s: until
+    everything that stays is there, beyond the compute of that pass. step_s: of a step of the denoiser, of a pass
+    elsewhere. fits: whether it works in the budget; if not, the other figures are for the smallest budget that does.
+    """
+
+    name: str
+    fits: bool
+    weight_bytes: int
+    resident_bytes: int
+    streamed_bytes: int
+    ring_bytes: int
+    activation_peak_bytes: int
+    device_peak_bytes: int
+    host_peak_bytes: int
+    smallest_budget_bytes: int
+    load_s: float
+    step_s: float
+    seconds: float
+    components: tuple[ComponentPlan, ...]
+    tile: int | None = None
+    reasons: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a job will take. budget_bytes: of device memory. hints: what would help most, the best first."""
+
+    phases: tuple[PhasePlan, ...]
+    budget_bytes: int
+    hints: tuple[str, ...] = ()
+
+    def phase(self, name: str) -> PhasePlan | None:
+        """The plan of the phase of that name, None if there is none."""
+        return next((phase for phase in self.phases if phase.name == name), None)
+
+    @property
+    def fits(self) -> bool:
+        return all(phase.fits for phase in self.phases)
+
+    @property
+    def smallest_budget_bytes(self) -> int:
+        """The least device memory with which every phase works."""
+        return max((phase.smallest_budget_bytes for phase in self.phases), default=0)
+
+    @property
+    def device_peak_bytes(self) -> int:
+        return max((phase.device_peak_bytes for phase in self.phases), default=0)
+
+    @property
+    def seconds(self) -> float:
+        return sum(phase.seconds for phase in self.phases)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a plan may take. on_cpu: the CPU executes, so both are RAM. staging_bytes: of the readers' buffers. align:
+    of hot copies in the ring. read_threads: none means that nothing is fetched ahead."""
+
+    device_bytes: int
+    host_bytes: int
+    on_cpu: bool = False
+    resident_below: int = 1 << 20
+    read_threads: int = 2
+    staging_bytes: int = 12 << 20
+    align: int = 64
+
+
+def predicted_figures(phase: PhasePlan) -> dict[str, float]:
+    """What a report shows of a plan beside what was measured."""
+    return {
+        "device_peak_bytes": phase.device_peak_bytes,
+        "streamed_bytes": sum(c.weights.streamed_bytes * c.times for c in phase.components),
+        "seconds": phase.seconds,
+    }
+
+
+def activations_on(job: PhaseJob, limits: Limits) -> int:
+    """Bytes that a phase's activations take of the execution device."""
+    if limits.on_cpu:
+        return job.activation_bytes
+    return int(job.activation_bytes * (1 + FRAGMENTED_SHARE)) + WORKSPACE_BYTES
+
+
+def plan_job(phases: Iterable[Iterable[PhaseJob]], limits: Limits, rates: Rates) -> Plan:
+    """A plan for a job. phases: for each phase the ways to do it, the one to be preferred first (a VAE whole, then in
+    tiles): the first that fits is taken, and no further one is asked for."""
+    plans, jobs = [], []
+    for ways in phases:
+        for job in ways:
+            plan = _plan_phase(job, limits, rates)
+            if plan.fits:
+                break
+        plans.append(plan)
+        jobs.append(job)
+    return Plan(tuple(plans), limits.device_bytes, tuple(_hints(plans, jobs, limits, rates)))
+
+
+def smallest_budget(job: PhaseJob, limits: Limits) -> int:
+    """The least device memory with which a phase works. By bisection: what works with some room works with more."""
+    low, high = 0, sum(component.weight_bytes + 2 * limits.align for component in job.components)
+    while low < high:
+        middle = (low + high) // 2
+        held = _Held(middle, limits)
+        try:
+            for component in job.components:
+                held.add(component)
+            high = middle
+        except BudgetError:
+            low = middle + 1
+    return activations_on(job, limits) + high
+
+
+def _place(component: ComponentJob, room: int, limits: Limits, ring: int, others: int) -> tuple[StreamPlan, list[bool]]:
+    def ahead(sizes: Any) -> bool:
+        return limits.read_threads > 0 and any(size.nbytes > INLINE_BYTES for size in sizes)
+
+    return plan_parts(
+        component.parts,
+        resident_below=limits.resident_below,
+        ahead=ahead,
+        available=room,
+        ring_there=ring,
+        ring_for_others=others,
+        align=limits.align,
+        name=component.name,
+    )
+
+
+def _plan_phase(job: PhaseJob, limits: Limits, rates: Rates) -> PhasePlan:
+    least = smallest_budget(job, limits)
+    fits = least <= limits.device_bytes
+    activations = activations_on(job, limits)
+    room = max(limits.device_bytes, least) - activations
+    components: list[ComponentPlan] = []
+    held = _Held(room, limits)
+    for component in job.components:
+        weights = held.add(component)
+        components.append(_timed(component, weights, limits, rates))
+    seconds = sum(component.seconds for component in components)
+    passes = sum(component.times * component.pass_s for component in components)
+    load = sum(max(component.first_s - component.pass_s, 0.0) for component in components if component.times)
+    count = job.steps or 1
+    return PhasePlan(
+        name=job.name,
+        fits=fits,
+        weight_bytes=sum(component.weight_bytes for component in components),
+        resident_bytes=sum(c.weights.resident_bytes + c.weights.small_bytes for c in components),
+        streamed_bytes=sum(c.weights.streamed_bytes for c in components),
+        ring_bytes=held.ring,
+        activation_peak_bytes=activations,
+        device_peak_bytes=activations + held.peak,
+        host_peak_bytes=limits.staging_bytes + (activations + held.peak if limits.on_cpu else 0),
+        smallest_budget_bytes=least,
+        load_s=load,
+        step_s=passes / count,
+        seconds=seconds,
+        components=tuple(components),
+        tile=job.tile,
+        reasons=tuple(_reasons(job, components, held, fits, limits)),
+    )
+
+
+class _Held:
+    """The device memory of a phase as its components come one after another, as the engine's scope hands it out
+    (`OffloadScope.make_room`)."""
+
+    def __init__(self, room: int, limits: Limits) -> None:
+        self.room, self.limits = room, limits
+        self.ring = self.peak = 0
+        self._forget()
+
+    def _forget(self) -> None:
+        self._fixed = self._kept = 0  # bytes that stay, and of resident weights that could be streamed
+        self._could_go: list[list[WeightSize]] = []  # these by component, the largest last
+        self._groups: Counter[tuple[int, str]] = Counter()  # streamed bytes of what operators need together
+        self._largest = 0
+
+    def add(self, component: ComponentJob) -> StreamPlan:
+        if component.alone:
+            self._forget()
+        for number, could_go in enumerate(self._could_go):
+            while could_go and component.weight_bytes + self._ring_missing() > self._free():
+                self._kept -= could_go[-1].nbytes
+                self._stream(number, could_go.pop())
+        if component.weight_bytes + self._ring_missing() > self._free():
+            self.ring = 0
+        weights, small = _place(component, self._free(), self.limits, self.ring, self._largest)
+        self.ring = max(self.ring, weights.ring_bytes)
+        self._fixed += weights.small_bytes
+        number, could_go = len(self._could_go), []
+        for size in (
+            s for part, is_small in zip(component.parts, small, strict=True) if not is_small for s in part.sizes
+        ):
+            if not (weights.whole or size.name in weights.resident):
+                self._stream(number, size)
+            elif size.nbytes >= max(self.limits.resident_below, 1):
+                could_go.append(size)
+                self._kept += size.nbytes
+            else:
+                self._fixed += size.nbytes
+        self._could_go.append(sorted(could_go, key=lambda size: size.nbytes))
+        self.peak = max(self.peak, self.room - self._free())
+        return weights
+
+    def _stream(self, number: int, size: WeightSize) -> None:
+        if not size.lookup_only:
+            key = (number, size.group or size.name)
+            self._groups[key] += -(-size.nbytes // self.limits.align) * self.limits.align
+            self._largest = max(self._largest, self._groups[key])
+
+    def _ring_missing(self) -> int:
+        return self._largest + self.limits.align if self._largest > self.ring else 0
+
+    def _free(self) -> int:
+        return self.room - self._fixed - self._kept - (self.ring + self.limits.align if self.ring else 0)
+
+
+def _timed(component: ComponentJob, weights: StreamPlan, limits: Limits, rates: Rates) -> ComponentPlan:
+    large = [size for part in component.parts for size in part.sizes if not part.stays]
+    sizes = {size.name: int(size.nbytes * component.stored) for size in large if not size.lookup_only}
+    small = {size.name for size in large if weights.small_bytes and size.nbytes < limits.resident_below}
+    first = passes = compute = 0.0
+    tier, rate = _tier(weights, component, limits, rates)
+    for index, (trace, times) in enumerate(component.calls):
+        loads = [
+            Load(
+                tuple(_local(trace.weights[place].name, component.name) for place in stretch.weights),
+                rates.compute_s(stretch, component.dtype) * component.correction,
+            )
+            for stretch in trace.stretches
+        ]
+        streamed = {name: nbytes for name, nbytes in sizes.items() if name not in small}
+        ring = max(int(weights.ring_bytes * component.stored) + 1, _hungriest(loads, streamed, weights))
+        replay = simulate(
+            loads,
+            streamed,
+            resident=streamed if weights.whole else weights.resident,
+            ring_bytes=ring,
+            hardware=Hardware(rate, rates.read_s, rates.shares_compute),
+        )
+        later = replay.step_s
+        alone = sum(load.seconds for load in loads)
+        compute += alone * times
+        passes += later * times
+        if index == 0:
+            first = replay.pass_s[0] + weights.small_bytes * component.stored / rates.disk_bytes_per_s - later
+    times = max(component.times, 1)
+    return ComponentPlan(
+        component.name,
+        weights,
+        component.weight_bytes,
+        component.times,
+        passes / times + max(first, 0.0),
+        passes / times,
+        compute / times,
+        tier,
+    )
+
+
+def _local(name: str, component: str) -> str:
+    return name.removeprefix(f"{component}.")
+
+
+def _hungriest(loads: Sequence[Load], sizes: dict[str, int], weights: StreamPlan) -> int:
+    streamed = [[sizes[name] for name in load.weights if name in sizes] for load in loads]
+    return max((sum(nbytes) for nbytes in streamed), default=0) if not weights.whole else 0
+
+
+def _tier(weights: StreamPlan, component: ComponentJob, limits: Limits, rates: Rates) -> tuple[str, float]:
+    """Where streamed weights come from in later passes, and how fast."""
+    link = rates.link_bytes_per_s or float("inf")
+    room = max(limits.host_bytes - (limits.device_bytes if limits.on_cpu else 0) - limits.staging_bytes, 0)
+    streamed = weights.streamed_bytes * component.stored
+    if not streamed:
+        return "none", min(link, rates.disk_bytes_per_s)
+    fast, slow = min(link, rates.cached_bytes_per_s), min(link, rates.disk_bytes_per_s)
+    share = min(room / streamed, 1.0)
+    if share >= 1:
+        return "ram", fast
+    return ("disk" if share < 0.05 else "ram and disk"), 1 / (share / fast + (1 - share) / slow)
+
+
+def _reasons(job: PhaseJob, components: Sequence[ComponentPlan], held: _Held, fits: bool, limits: Limits) -> list[str]:
+    budget = human_bytes(limits.device_bytes)
+    reasons = []
+    if not fits:
+        least = human_bytes(smallest_budget(job, limits))
+        reasons.append(f"{job.name} doesn't fit {budget}: it needs {least} at least.")
+    if job.tile:
+        reasons.append(f"The picture is decoded in tiles of {job.tile} pixels: whole, it doesn't fit {budget}.")
+    for component in components:
+        weights = component.weights
+        if weights.whole:
+            reasons.append(f"{component.name} stays resident: all of its {human_bytes(component.weight_bytes)} fit.")
+            continue
+        reasons.append(
+            f"{component.name} streams {human_bytes(weights.streamed_bytes)} of its "
+            f"{human_bytes(component.weight_bytes)} from {component.tier} in each pass, because "
+            f"{human_bytes(activations_on(job, limits))} of {budget} go to activations."
+        )
+        if component.pass_s > 1.05 * component.compute_s:
+            wait = 100 * (1 - component.compute_s / component.pass_s)
+            reasons.append(f"{component.name} waits for its weights {wait:.0f} % of the time.")
+    return reasons
+
+
+def _hints(plans: Sequence[PhasePlan], jobs: Sequence[PhaseJob], limits: Limits, rates: Rates) -> list[str]:
+    """What would help most: found by planning again with it."""
+    if all(phase.fits for phase in plans) and not any(phase.streamed_bytes for phase in plans):
+        return []
+    hints: list[tuple[float, str]] = []
+    now = sum(phase.seconds for phase in plans)
+    short = [phase for phase in plans if not phase.fits]
+    if short:
+        least = max(phase.smallest_budget_bytes for phase in short)
+        hints.append((float("inf"), f"Raise device_memory to {human_bytes(least)} or more."))
+        worst = max(short, key=lambda phase: phase.smallest_budget_bytes)
+        if worst.activation_peak_bytes > limits.device_bytes // 2:
+            hints.append((1e9, f"Use a smaller size: {worst.name} needs most of the memory for activations."))
+    else:
+        more = replace(limits, device_bytes=limits.device_bytes + (1 << 30))
+        gain = now - sum(_plan_phase(job, more, rates).seconds for job in jobs)
+        if gain > 0.02 * now:
+            hints.append((gain, f"1 GiB more of device memory would save {gain:.1f} of {now:.1f} s."))
+    wide = [c for job in jobs for c in job.components if c.dtype == "float32" and c.weight_bytes > 1 << 30]
+    for component in wide:
+        saved = human_bytes(component.weight_bytes // 2)
+        hints.append((now / 3, f"{component.name} runs in float32: bfloat16 would take {saved} less."))
+    return [hint for _, hint in sorted(hints, reverse=True)]

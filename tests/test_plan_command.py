@@ -1,0 +1,125 @@
+"""`phase-offload plan` answers without loading anything, in words, in JSON and by its exit code."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import offload_core as po
+from offload_core.cli import main
+from offload_core.foresight import foresee_job
+from offload_core.plan import Rates
+from offload_core.settings import OffloadSettings
+from staging import job, tiny_model, words
+
+DEMO = str(Path(po.__file__).parent / "demo" / "model")
+RATES = Rates({"float32": 1e9}, 1e9, 1e-6, disk_bytes_per_s=1e6, cached_bytes_per_s=1e7)
+PHASE_KEYS = (
+    "name weight_bytes resident_bytes streamed_bytes ring_bytes activation_peak_bytes device_peak_bytes "
+    "host_peak_bytes load_s step_s reasons"
+).split()
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PHASE_OFFLOAD_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("offload_core.rates.measure", lambda *_: RATES)
+
+
+def plan(*words: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    code = main(["plan", *words])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_a_job_that_fits_is_told_by_phase_and_loads_no_weight(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_load(*_: Any) -> None:
+        raise AssertionError("a weight was loaded")
+
+    monkeypatch.setattr("offload_core.phases._components._from_files", no_load)
+    file = tmp_path / "plan.json"
+    code, out, _ = plan("--model", DEMO, "--device", "cpu", "--json", str(file), capsys=capsys)
+    assert code == 0
+    assert [line.split()[0] for line in out.splitlines()[2:6]] == ["encode", "denoise", "decode", "all"]
+    found = json.loads(file.read_text("utf-8"))
+    assert found["fits"] is True and found["smallest_budget_bytes"] > 0
+    assert [phase["name"] for phase in found["phases"]] == ["encode", "denoise", "decode"]
+    assert all(set(PHASE_KEYS) <= set(phase) for phase in found["phases"])
+    assert found["phases"][1]["components"]["transformer"]["times"] > 1
+
+
+def test_a_job_that_does_not_fit_is_exit_code_3_with_the_smallest_budget_that_would(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "plan.json"
+    words = ("--model", DEMO, "--device", "cpu", "--json", str(file))
+    code, out, err = plan(*words, "--device-memory", "100KiB", capsys=capsys)
+    assert code == 3
+    assert "doesn't fit 100.0 KiB" in err and "Raise device_memory" in out
+    least = json.loads(file.read_text("utf-8"))["smallest_budget_bytes"]
+    assert plan(*words, "--device-memory", str(least), capsys=capsys)[0] == 0
+    assert plan(*words, "--device-memory", str(least - 1), capsys=capsys)[0] == 3
+
+
+def test_a_known_model_on_a_known_card_is_answered_without_a_file_of_either(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    code, out, _ = plan("--model", "pixart-sigma", "--hardware", "rtx4060-8gb", "--steps", "2", capsys=capsys)
+    assert code == 0
+    assert "streams" in out  # its text encoder is larger than the card
+    assert "NVIDIA GeForce RTX 4060" in out and "not measured" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "sentence"),
+    [
+        (("--model", DEMO, "--hardware", "rtx9"), 2, "No machine 'rtx9' is known"),
+        (("--model", "no-such-model"), 4, "There is no model folder"),
+        ((), 2, "Give a model"),
+        (("--model", DEMO, "--device-memory", "many"), 2, "device_memory"),
+        (("--model", DEMO, "--width", "63"), 2, "width is 63"),
+    ],
+)
+def test_bad_input_gets_a_sentence(
+    words: tuple[str, ...], code: int, sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found, _, err = plan(*words, "--device", "cpu", capsys=capsys)
+    assert found == code and sentence in err and "Traceback" not in err
+
+
+def test_what_is_known_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = plan("--list", capsys=capsys)
+    assert code == 0 and "flux.1-dev" in out and "rtx4090" in out
+
+
+@pytest.mark.parametrize("name", ["flux", "wan22_a14b"])
+@pytest.mark.parametrize("above", [1.0, 1.3, 3.0])
+def test_a_phase_reserves_what_was_planned_and_not_a_byte_more(name: str, above: float) -> None:
+    """The smallest budget that is foretold works, and the peak of each phase is the one that is foretold."""
+    path, texts, call = tiny_model(name), words(name), job(name, guided=True)
+    base = OffloadSettings(execution_device="cpu", host_memory="1GiB", resident_below=1024)
+    asked = {**texts, **call}
+    prompt, negative = asked.pop("prompt"), asked.pop("negative_prompt", None)
+
+    def foreseen(budget: int) -> Any:
+        settings = po.OffloadSettings(**{**vars(base), "device_memory": budget})
+        return foresee_job(path, prompt, negative, settings=settings, rates=RATES, **asked).plan
+
+    least = foreseen(1 << 30).smallest_budget_bytes
+    plan = foreseen(int(least * above))
+    assert plan.fits
+    settings = po.OffloadSettings(**{**vars(base), "device_memory": int(least * above)})
+    session = po.Session()
+    handle = po.load(path, device="cpu", settings=settings)
+    embeds = po.encode(handle, prompt, negative, session=session, plan=plan)
+    latents = po.denoise(handle, embeds, session=session, plan=plan, **call)
+    po.decode(handle, latents, session=session, plan=plan)
+    for phase, planned in zip(session.report.phases, plan.phases, strict=True):
+        assert phase.reserved_peak_bytes <= planned.device_peak_bytes
+        assert phase.reserved_peak_bytes >= 0.97 * planned.device_peak_bytes
+        assert phase.predicted["device_peak_bytes"] == planned.device_peak_bytes
