@@ -30,6 +30,9 @@ _HOME = {
     "latents_from_samples": "phases",
     "load": "phases",
     "open_phase": "phases",
+    "Foresight": "foresight",
+    "foresee_job": "foresight",
+    "Plan": "plan",
     "PurgeReport": "_purge",
     "purge": "_purge",
     "PhaseReport": "report",
@@ -52,6 +55,7 @@ _HOME = {
     "OffloadError": "errors",
     "PhaseBusyError": "errors",
     "RecordError": "errors",
+    "TraceError": "errors",
 }
 
 __all__ = sorted(_HOME)
@@ -71,7 +75,9 @@ if TYPE_CHECKING:
         OffloadError,
         PhaseBusyError,
         RecordError,
+        TraceError,
     )
+    from .foresight import Foresight, foresee_job
     from .phases import (
         Embeds,
         Handle,
@@ -86,6 +92,7 @@ if TYPE_CHECKING:
         load,
         open_phase,
     )
+    from .plan import Plan
     from .report import PhaseReport, RunReport
     from .session import Observer, Progress, Session, SilentObserver
     from .settings import OffloadSettings

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from . import _picture_files as files
 from ._console import Terminal
-from .errors import BudgetError, InputError
+from .errors import BudgetError, InputError, TraceError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,15 +48,17 @@ def run(args: argparse.Namespace, terminal: Terminal) -> None:
     settings = OffloadSettings(
         execution_device=args.device, device_memory=args.device_memory, host_memory=args.host_memory
     )
-    found = foresee_job(
-        args.model,
-        args.prompt,
-        args.negative_prompt,
-        settings=settings,
-        dtype=args.dtype,
-        hardware=args.hardware,
-        **_call(args),
-    )
+    with terminal.session() as session:
+        found = foresee_job(
+            args.model,
+            args.prompt,
+            args.negative_prompt,
+            settings=settings,
+            dtype=args.dtype,
+            hardware=args.hardware,
+            session=session,
+            **_call(args),
+        )
     terminal.say(plan_table(found))
     if args.json is not None:
         text = json.dumps(plan_json(found), indent=2) + "\n"
@@ -65,6 +68,27 @@ def run(args: argparse.Namespace, terminal: Terminal) -> None:
         from ._plan_table import plan_line
 
         raise BudgetError(plan_line(found.plan))
+
+
+def plan_first(
+    terminal: Terminal, session: Any, args: argparse.Namespace, settings: Any, negative: Any, **options: Any
+) -> Any:
+    """A plan for the job of `generate` that is about to run, told in one line; None if there is none to go by."""
+    import offload_core
+
+    from ._plan_table import plan_line
+
+    settings = replace(settings, execution_device=args.device)
+    asked = {"seed": args.seed, **options}
+    try:
+        found = offload_core.foresee_job(
+            args.model, args.prompt, negative, settings=settings, dtype=args.dtype, session=session, **asked
+        )
+    except TraceError as error:
+        terminal.note(f"No plan: {error}")
+        return None
+    terminal.note(plan_line(found.plan))
+    return found.plan if found.plan.fits else None
 
 
 def _call(args: argparse.Namespace) -> dict[str, Any]:

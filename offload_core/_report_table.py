@@ -45,8 +45,22 @@ def render(phases: Sequence[PhaseReport]) -> str:
             lines.append(f"{phase.name} ran " + ", ".join(f"{name} {count}x" for name, count in phase.forwards.items()))
         if phase.streamed_bytes:
             lines.append(f"{phase.name} {describe_streaming(phase)}")
+        if phase.predicted:
+            lines.append(f"{phase.name} {describe_prediction(phase)}")
         lines += [f"{phase.name}: {note}" for note in phase.notes]
     return "\n".join(lines)
+
+
+def describe_prediction(phase: PhaseReport) -> str:
+    """What was foretold and what came: ``took 5.2 GiB of device memory (5.3 GiB foretold) and 41 s (38 s foretold)``.
+
+    The memory is what the phase reserved for weights and activations at most.
+    """
+    foretold = phase.predicted
+    memory = f"{human_bytes(phase.reserved_peak_bytes)} of device memory"
+    expected = human_bytes(int(foretold["device_peak_bytes"]))
+    seconds = f"{human_seconds(phase.wall_s)} ({human_seconds(foretold['seconds'])} foretold)"
+    return f"took {memory} ({expected} foretold) and {seconds}"
 
 
 def describe_streaming(phase: PhaseReport) -> str:

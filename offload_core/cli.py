@@ -126,6 +126,7 @@ def _generate_arguments(parser: argparse.ArgumentParser) -> None:
         help="picture to write: .png, .jpg, .webp; a video as .gif, .webp or a sequence of .png. An existing file is "
         "replaced; several pictures become NAME-0.png, NAME-1.png, ... (phase-offload.png)",
     )
+    parser.add_argument("--no-plan", action="store_true", help="don't foretell memory and time, just run")
     add_memory_arguments(parser)
 
 
@@ -143,9 +144,14 @@ def _generate(args: argparse.Namespace, terminal: Terminal) -> None:
         negative = args.negative_prompt
         if negative is None and handle.guidance_name == "true_cfg_scale":
             negative = ""  # true CFG does nothing without one
-        embeds = offload_core.encode(handle, args.prompt, negative, session=session)
-        latents = offload_core.denoise(handle, embeds, seed=args.seed, session=session, **options)
-        images = offload_core.decode(handle, latents, output_type="pil", tiling=args.tiling, session=session)
+        plan = None
+        if not args.no_plan:
+            from ._plan_command import plan_first
+
+            plan = plan_first(terminal, session, args, settings, negative, **options)
+        embeds = offload_core.encode(handle, args.prompt, negative, session=session, plan=plan)
+        latents = offload_core.denoise(handle, embeds, seed=args.seed, session=session, plan=plan, **options)
+        images = offload_core.decode(handle, latents, output_type="pil", tiling=args.tiling, session=session, plan=plan)
     if video:
         frames = images if isinstance(images[0], (list, tuple)) else [images]
         written = files.write_files(files.video_writers(args.output, frames))

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .model_source import ModelSource
     from .phases import Handle, PhaseTrace
     from .plan import Rates
+    from .session import Session
 
 # Of a machine that isn't this one: what its desktop and driver keep of the card, and the RAM that is assumed.
 DESKTOP_BYTES = 600 << 20
@@ -49,13 +50,15 @@ def foresee_job(
     dtype: str = "auto",
     hardware: str | None = None,
     rates: Rates | None = None,
+    session: Session | None = None,
     **pipeline_kwargs: Any,
 ) -> Foresight:
     """What `encode`, `denoise` and `decode` with these arguments will take. Nothing is loaded.
 
     model: a folder as `load` takes it, or the name of a known model. settings: its budgets are planned for. hardware: a
     known machine that is asked about in place of this one; budgets are then of its memory. rates: in place of those of
-    the machine. pipeline_kwargs: of the pipeline's call, e.g. height, width, num_inference_steps.
+    the machine. session: whose observer may interrupt. pipeline_kwargs: of the pipeline's call, e.g. height, width,
+    num_inference_steps.
 
     Raises ModelError and InputError as `load`, `encode` and `denoise` do, InputError for a machine that isn't known,
     TraceError for a model whose code can't be traced.
@@ -69,7 +72,8 @@ def foresee_job(
         from .phases import foresee
 
         call = {**defaults, **pipeline_kwargs}
-        ways = foresee(handle, USUAL_PROMPT if prompt is None else prompt, negative_prompt, source=source, **call)
+        prompt = USUAL_PROMPT if prompt is None else prompt
+        ways = foresee(handle, prompt, negative_prompt, source=source, session=session, **call)
         asked: list[list[PhaseTrace]] = [[] for _ in ways]
         plan = plan_job([_noted(phase, into) for phase, into in zip(ways, asked, strict=True)], limits, rates)
     return Foresight(plan, tuple(traced[-1] for traced in asked), limits, rates, title)

@@ -170,10 +170,11 @@ class MemoryCount(TorchDispatchMode):
 
 class Tracer(MemoryCount):
     """Traces calls of modules whose parameters are cold `StreamedWeight`s; counts the memory of everything around
-    them, too. Use it as a context manager, and `call` inside."""
+    them, too. Use it as a context manager, and `call` inside. poll: called again and again; may raise to stop."""
 
-    def __init__(self) -> None:
+    def __init__(self, poll: Callable[[], None] | None = None) -> None:
         super().__init__()
+        self._poll = poll
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._weights: dict[Any, torch.Tensor] = {}  # by entry: its fake hot copy
         self._call: _Recorded | None = None
@@ -292,6 +293,8 @@ class Tracer(MemoryCount):
 
     def _use(self, func: Any, weights: Sequence[StreamedWeight], args: Any) -> None:
         assert self._call is not None
+        if self._poll is not None:
+            self._poll()
         looked_up = func in _LOOKUPS and args[0] is weights[0] and weights[0]._entry.layout.rows_lie_together
         self._call.use([weight._entry for weight in weights], looked_up)
 

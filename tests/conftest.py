@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["PHASE_OFFLOAD_CACHE"] = str(Path(tempfile.gettempdir()) / "phase-offload-tests")  # never a person's own
 if "PYTEST_XDIST_WORKER" in os.environ:  # the tests share the cores already
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

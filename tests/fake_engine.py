@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import offload_core
-from offload_core.errors import InputError
+from offload_core.errors import InputError, TraceError
 from offload_core.report import PhaseReport
 from offload_core.session import Progress, Session
 from offload_core.settings import OffloadSettings
@@ -77,17 +77,24 @@ class Engine:
         self._note("load", model=str(model), device=device, dtype=dtype, settings=settings)
         return Handle(Path(model).name, device, dtype, settings=settings)
 
-    def encode(self, handle: Handle, prompt: str, negative_prompt: str | None = None, *, session: Session) -> Embeds:
+    def foresee_job(self, model: Any, *_: Any, **__: Any) -> None:
+        raise TraceError("there is no model")
+
+    def encode(
+        self, handle: Handle, prompt: str, negative_prompt: str | None = None, *, session: Session, plan: Any = None
+    ) -> Embeds:
         self._phase("encode", session, prompt=prompt, negative_prompt=negative_prompt)
         return Embeds(prompt, negative_prompt)
 
-    def denoise(self, handle: Handle, embeds: Embeds, *, seed: int, session: Session, **options: Any) -> Latents:
+    def denoise(
+        self, handle: Handle, embeds: Embeds, *, seed: int, session: Session, plan: Any = None, **options: Any
+    ) -> Latents:
         self._phase("denoise", session, seed=seed, **options)
         noise = torch.rand(options.get("num_images_per_prompt", 1), 4, 4, 6, generator=_generator(seed))
         return Latents(noise, options)
 
     def decode(
-        self, handle: Handle, latents: Latents, output_type: str, *, tiling: str, session: Session
+        self, handle: Handle, latents: Latents, output_type: str, *, tiling: str, session: Session, plan: Any = None
     ) -> torch.Tensor:
         self._phase("decode", session, tiling=tiling, latents=latents, output_type=output_type)
         if not isinstance(latents, Latents):
@@ -127,7 +134,7 @@ def _generator(seed: int) -> torch.Generator:
 def install(monkeypatch: pytest.MonkeyPatch) -> Engine:
     """Puts a new fake engine in the place of the real one for the rest of the test."""
     engine = Engine()
-    for name in ("load", "encode", "denoise", "decode", "latents_from_samples", "purge"):
+    for name in ("load", "foresee_job", "encode", "denoise", "decode", "latents_from_samples", "purge"):
         monkeypatch.setitem(vars(offload_core), name, getattr(engine, name))  # without importing the real one
     return engine
 

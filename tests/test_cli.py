@@ -20,7 +20,7 @@ from PIL import Image
 
 import offload_core
 from offload_core import cli
-from offload_core.errors import DeviceError, InputError, InsufficientMemoryError, ModelError
+from offload_core.errors import DeviceError, InputError, InsufficientMemoryError, ModelError, TraceError
 from offload_core.report import PhaseReport
 from offload_core.session import Progress, Session
 from offload_core.settings import OffloadSettings
@@ -39,13 +39,18 @@ class FakeEngine:
         self.asked["load"] = {"model": model} | kwargs
         return self.handle
 
-    def encode(self, handle: Any, prompt: Any, negative_prompt: Any = None, *, session: Session) -> Any:
+    def foresee_job(self, model: Any, *_: Any, **kwargs: Any) -> Any:
+        raise TraceError("m can't be traced.")
+
+    def encode(
+        self, handle: Any, prompt: Any, negative_prompt: Any = None, *, session: Session, plan: Any = None
+    ) -> Any:
         self.asked["encode"] = (prompt, negative_prompt)
         session.observer.progress(Progress("encode", "load", 2**20, 2**20, "bytes"))
         session.report.phases.append(PhaseReport("encode", 1.0, 0.5, 2**20, 0, 2**28, 2**20, 0))
         return SimpleNamespace(count=len(prompt) if isinstance(prompt, list) else 1)
 
-    def denoise(self, handle: Any, embeds: Any, *, seed: int, session: Session, **kwargs: Any) -> Any:
+    def denoise(self, handle: Any, embeds: Any, *, seed: int, session: Session, plan: Any = None, **kwargs: Any) -> Any:
         self.asked["denoise"] = {"seed": seed} | kwargs
         for step in range(3):
             session.observer.progress(Progress("denoise", "step", step + 1, 3, "steps"))
@@ -56,7 +61,7 @@ class FakeEngine:
     def check_denoise(self, handle: Any, **kwargs: Any) -> None:
         self.asked["check"] = kwargs
 
-    def decode(self, handle: Any, latents: Any, *, session: Session, **kwargs: Any) -> list[Any]:
+    def decode(self, handle: Any, latents: Any, *, session: Session, plan: Any = None, **kwargs: Any) -> list[Any]:
         self.asked["decode"] = kwargs
         count = latents.count * self.asked["denoise"].get(self.handle.images_name, 1)
         pictures = [Image.new("RGB", (16, 16), (i, 0, 0)) for i in range(max(count, self.frames))]
@@ -66,7 +71,7 @@ class FakeEngine:
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeEngine:
     fake = FakeEngine()
-    for name in ("load", "check_denoise", "encode", "denoise", "decode"):
+    for name in ("load", "check_denoise", "foresee_job", "encode", "denoise", "decode"):
         monkeypatch.setattr(offload_core, name, getattr(fake, name), raising=False)
     monkeypatch.chdir(tmp_path)
     return fake
@@ -328,7 +333,7 @@ offload_core.load = lambda model, **options: SimpleNamespace(guidance_name=None,
 offload_core.check_denoise = lambda *positional, **options: None
 offload_core.encode = lambda *positional, **options: None
 offload_core.denoise = denoise
-sys.exit(cli.main(["generate", "--model", "m", "--prompt", "p", "--output", "a.png"]))
+sys.exit(cli.main(["generate", "--model", "m", "--prompt", "p", "--output", "a.png", "--no-plan"]))
 """
 
 

@@ -166,8 +166,9 @@ def _skeleton(source: ComponentSource, dtype: torch.dtype, device: torch.device)
             torch.set_default_dtype(dtype)
             with torch.inference_mode(False), init_empty_weights(include_buffers=False), without_progress_bars():
                 module = _from_config(cls, source, dtype)
-            if hasattr(module, "tie_weights"):
-                module.tie_weights()  # parameters without memory are put in one by one, each for itself
+            tie: Any = getattr(module, "tie_weights", None)
+            if tie is not None:
+                tie()  # parameters without memory were put in one by one, each for itself
         finally:
             torch.set_default_dtype(default)
             torch.set_rng_state(rng)

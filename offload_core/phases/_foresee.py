@@ -29,6 +29,8 @@ from ._records import Latents, plain_call
 from ._scope import OpenPhase, Phase
 from ._tiling import tile
 
+Poll = Callable[[], None]
+
 
 @dataclass(frozen=True)
 class TracedCall:
@@ -56,29 +58,31 @@ def foresee(
     *,
     seed: int = 0,
     source: ModelSource | None = None,
+    session: Session | None = None,
     **pipeline_kwargs: Any,
 ) -> tuple[Iterable[PhaseTrace], ...]:
     """What the phases encode, denoise and decode would do for these arguments (those of `encode` and `denoise`): for
     each the ways to do it. Decode has several, whole and in tiles, which are traced when they are asked for.
 
-    Reads configs and headers only. source: the model, if it isn't the handle's folder. Raises what these phases would
+    Reads configs and headers only. source: the model, if it isn't the handle's folder. session: whose observer may
+    interrupt; nothing is reported to it. Raises what these phases would
     raise for the arguments, and TraceError for a model whose code can't be traced.
     """
     source = source or handle.source()
     call = encode_call(source, prompt, negative_prompt, pipeline_kwargs)
-    records = Records()
-    encoded = _encode(handle, source, call, records)
+    records, poll = Records(), (session or Session()).observer.check_interrupt
+    encoded = _encode(handle, source, call, records, poll)
     run = one_negative_each({**model_defaults(source), **call})
     check_call(pipeline_class(source), run)
-    denoised, latents = _denoise(handle, source, run, records, seed)
-    return (encoded,), (denoised,), _decode(handle, source, latents)
+    denoised, latents = _denoise(handle, source, run, records, seed, poll)
+    return (encoded,), (denoised,), _decode(handle, source, latents, poll)
 
 
 class _Watch:
     """Collects the traces of a phase."""
 
-    def __init__(self) -> None:
-        self.tracer = Tracer()
+    def __init__(self, poll: Poll) -> None:
+        self.tracer = Tracer(poll)
         self.steps = 0
         self._times: Counter[tuple[str, str, int]] = Counter()
         self._traces: dict[int, Trace] = {}
@@ -131,10 +135,10 @@ class _TracedPort:
         return self.inner.call(module, name, traced, args, kwargs)
 
 
-def _encode(handle: Handle, source: ModelSource, call: dict[str, Any], records: Records) -> PhaseTrace:
+def _encode(handle: Handle, source: ModelSource, call: dict[str, Any], records: Records, poll: Poll) -> PhaseTrace:
     run = force_guidance(source, one_negative_each({**model_defaults(source), **call}))
     run = from_plain(plain_call(run), torch.device("cpu"))
-    watch = _Watch()
+    watch = _Watch(poll)
     ports = _traced(encode_ports(source, records, handle.device_here()), watch)
     with OpenPhase(handle, source, "encode", Session(), ports) as phase:
         with watch.watching(phase), contextlib.suppress(PhaseDone), friendly_errors():
@@ -144,9 +148,9 @@ def _encode(handle: Handle, source: ModelSource, call: dict[str, Any], records: 
 
 
 def _denoise(
-    handle: Handle, source: ModelSource, call: dict[str, Any], records: Records, seed: int
+    handle: Handle, source: ModelSource, call: dict[str, Any], records: Records, seed: int, poll: Poll
 ) -> tuple[PhaseTrace, Latents]:
-    watch = _Watch()
+    watch = _Watch(poll)
     ports = denoise_ports(source, records, handle.device_here())
     with OpenPhase(handle, source, "denoise", Session(), _traced(ports, watch)) as phase:
         check_size(phase.pipeline, call)
@@ -155,7 +159,7 @@ def _denoise(
         return watch.result(phase), collect_latents(handle, source, phase, ports, call, seed)
 
 
-def _decode(handle: Handle, source: ModelSource, latents: Latents) -> Iterator[PhaseTrace]:
+def _decode(handle: Handle, source: ModelSource, latents: Latents, poll: Poll) -> Iterator[PhaseTrace]:
     sizes = dict.fromkeys((*TILE_SIZES["off"], *TILE_SIZES["auto"]))
     for pixels in sizes:
         with OpenPhase(handle, source, "decode", Session()) as phase:
@@ -163,7 +167,9 @@ def _decode(handle: Handle, source: ModelSource, latents: Latents) -> Iterator[P
             vae: Any = component.module
             if pixels is not None and not tile(vae, pixels):
                 return
-            watch = _Watch()
+            component.recast = getattr(torch, latents.dtype)  # an SDXL VAE in float16 is upcast
+            vae.to(dtype=component.recast)
+            watch = _Watch(poll)
             with watch.watching(phase):
                 args, kwargs = from_plain(latents.decode, phase.device)
                 watch.trace(latents.component, "decode", vae.decode, args, kwargs)
@@ -181,10 +187,11 @@ def _traced(ports: dict[str, Port], watch: _Watch) -> dict[str, Port]:
 
 def _component_job(component: Component, calls: tuple[TracedCall, ...]) -> ComponentJob:
     name, source = component.source.name, component.source
-    stored = getattr(torch, source.dtype or "float32").itemsize / component.dtype.itemsize
+    dtype = component.recast or component.dtype
+    stored = getattr(torch, source.dtype or "float32").itemsize / dtype.itemsize
     return ComponentJob(
         name,
-        str(component.dtype).removeprefix("torch."),
+        str(dtype).removeprefix("torch."),
         tuple(part_sizes(component.module)),
         tuple((call.trace, call.times) for call in calls if call.component == name),
         stored,
