@@ -13,6 +13,7 @@ from typing import Any
 
 from ._report_table import human_bytes
 from .errors import BudgetError
+from .placement import Placement
 from .simulate import Hardware, Load, simulate
 from .streaming import PartSize, StreamPlan, WeightSize, plan_parts
 from .trace import Stretch, Trace
@@ -243,10 +244,10 @@ def _plan_phase(job: PhaseJob, limits: Limits, rates: Rates) -> PhasePlan:
     activations = activations_on(job, limits)
     room = max(limits.device_bytes, least) - activations
     components: list[ComponentPlan] = []
-    held = _Held(room, limits)
+    held = _Held(room, limits, rates)
     for component in job.components:
         weights = held.add(component)
-        components.append(_timed(component, weights, limits, rates))
+        components.append(_timed(component, weights, held.ring, limits, rates))
     seconds = sum(component.seconds for component in components)
     passes = sum(component.times * component.pass_s for component in components)
     load = sum(max(component.first_s - component.pass_s, 0.0) for component in components if component.times)
@@ -273,10 +274,10 @@ def _plan_phase(job: PhaseJob, limits: Limits, rates: Rates) -> PhasePlan:
 
 class _Held:
     """The device memory of a phase as its components come one after another, as the engine's scope hands it out
-    (`OffloadScope.make_room`)."""
+    (`OffloadScope.make_room`). With `rates`, resident weights are chosen by what a pass takes."""
 
-    def __init__(self, room: int, limits: Limits) -> None:
-        self.room, self.limits = room, limits
+    def __init__(self, room: int, limits: Limits, rates: Rates | None = None) -> None:
+        self.room, self.limits, self.rates = room, limits, rates
         self.ring = self.peak = 0
         self._forget()
 
@@ -296,6 +297,8 @@ class _Held:
         if component.weight_bytes + self._ring_missing() > self._free():
             self.ring = 0
         weights, small = _place(component, self._free(), self.limits, self.ring, self._largest)
+        if self.rates is not None and weights.ring_bytes and component.times > 1:
+            weights = _cheapest(component, weights, small, self.limits, self.rates, self._largest)
         self.ring = max(self.ring, weights.ring_bytes)
         self._fixed += weights.small_bytes
         number, could_go = len(self._could_go), []
@@ -326,35 +329,57 @@ class _Held:
         return self.room - self._fixed - self._kept - (self.ring + self.limits.align if self.ring else 0)
 
 
-def _timed(component: ComponentJob, weights: StreamPlan, limits: Limits, rates: Rates) -> ComponentPlan:
-    large = [size for part in component.parts for size in part.sizes if not part.stays]
-    sizes = {size.name: int(size.nbytes * component.stored) for size in large if not size.lookup_only}
-    small = {size.name for size in large if weights.small_bytes and size.nbytes < limits.resident_below}
+def _cheapest(
+    component: ComponentJob, weights: StreamPlan, small: Sequence[bool], limits: Limits, rates: Rates, others: int
+) -> StreamPlan:
+    """The engine's own placement, or one that a replay finds to be faster."""
+    large = [part for part, is_small in zip(component.parts, small, strict=True) if not is_small]
+    sizes = [size for part in large for size in part.sizes if not size.lookup_only]
+    trace, _ = max(component.calls, key=lambda call: call[0].flops)
+    loads = _loads(component, trace, rates)
+    nbytes = {size.name: int(size.nbytes * component.stored) for size in sizes}
+    total = sum(size.nbytes for size in sizes)
+
+    def cost(resident: frozenset[str], ring: int) -> float:
+        streamed = sum(size.nbytes for size in sizes if size.name not in resident)
+        rate = _tier(streamed, component, limits, rates)[1]
+        ring = max(int(ring * component.stored) + 1, _hungriest(loads, nbytes, resident))
+        hardware = Hardware(rate, rates.read_s, rates.shares_compute)
+        return simulate(loads, nbytes, resident=resident, ring_bytes=ring, hardware=hardware).step_s
+
+    room = weights.available_bytes - weights.small_bytes - limits.align
+    search = Placement(sizes, room, cost, align=limits.align, least_ring=others)
+    start = frozenset(weights.resident)
+    resident, ring = search.search(start)
+    if resident == start:
+        return weights
+    kept = sum(size.nbytes for size in sizes if size.name in resident)
+    return replace(weights, resident=resident, resident_bytes=kept, streamed_bytes=total - kept, ring_bytes=ring)
+
+
+def _timed(component: ComponentJob, weights: StreamPlan, ring: int, limits: Limits, rates: Rates) -> ComponentPlan:
+    """ring: bytes of the phase's ring, which components share."""
+    large = [size for part in component.parts for size in part.sizes if not part.stays and not size.lookup_only]
+    small = weights.small_bytes > 0
+    sizes = {
+        size.name: int(size.nbytes * component.stored)
+        for size in large
+        if not (small and size.nbytes < limits.resident_below)
+    }
+    resident = frozenset(sizes) if weights.whole else weights.resident
     first = passes = compute = 0.0
-    tier, rate = _tier(weights, component, limits, rates)
+    tier, rate = _tier(weights.streamed_bytes, component, limits, rates)
+    hardware = Hardware(rate, rates.read_s, rates.shares_compute)
     for index, (trace, times) in enumerate(component.calls):
-        loads = [
-            Load(
-                tuple(_local(trace.weights[place].name, component.name) for place in stretch.weights),
-                rates.compute_s(stretch, component.dtype) * component.correction,
-            )
-            for stretch in trace.stretches
-        ]
-        streamed = {name: nbytes for name, nbytes in sizes.items() if name not in small}
-        ring = max(int(weights.ring_bytes * component.stored) + 1, _hungriest(loads, streamed, weights))
-        replay = simulate(
-            loads,
-            streamed,
-            resident=streamed if weights.whole else weights.resident,
-            ring_bytes=ring,
-            hardware=Hardware(rate, rates.read_s, rates.shares_compute),
-        )
-        later = replay.step_s
-        alone = sum(load.seconds for load in loads)
-        compute += alone * times
-        passes += later * times
+        loads = _loads(component, trace, rates)
+        least = _hungriest(loads, sizes, resident)
+        ring_bytes = max(int(ring * component.stored) + 1, least)
+        replay = simulate(loads, sizes, resident=resident, ring_bytes=ring_bytes, hardware=hardware)
+        compute += sum(load.seconds for load in loads) * times
+        passes += replay.step_s * times
         if index == 0:
-            first = replay.pass_s[0] + weights.small_bytes * component.stored / rates.disk_bytes_per_s - later
+            small_s = weights.small_bytes * component.stored / rates.disk_bytes_per_s
+            first = replay.pass_s[0] + small_s - replay.step_s
     times = max(component.times, 1)
     return ComponentPlan(
         component.name,
@@ -368,20 +393,27 @@ def _timed(component: ComponentJob, weights: StreamPlan, limits: Limits, rates: 
     )
 
 
-def _local(name: str, component: str) -> str:
-    return name.removeprefix(f"{component}.")
+def _loads(component: ComponentJob, trace: Trace, rates: Rates) -> list[Load]:
+    names = [weight.name.removeprefix(f"{component.name}.") for weight in trace.weights]
+    return [
+        Load(
+            tuple(names[place] for place in stretch.weights),
+            rates.compute_s(stretch, component.dtype) * component.correction,
+        )
+        for stretch in trace.stretches
+    ]
 
 
-def _hungriest(loads: Sequence[Load], sizes: dict[str, int], weights: StreamPlan) -> int:
-    streamed = [[sizes[name] for name in load.weights if name in sizes] for load in loads]
-    return max((sum(nbytes) for nbytes in streamed), default=0) if not weights.whole else 0
+def _hungriest(loads: Sequence[Load], sizes: dict[str, int], resident: frozenset[str]) -> int:
+    streamed = [[sizes[name] for name in load.weights if name in sizes and name not in resident] for load in loads]
+    return max((sum(nbytes) for nbytes in streamed), default=0)
 
 
-def _tier(weights: StreamPlan, component: ComponentJob, limits: Limits, rates: Rates) -> tuple[str, float]:
+def _tier(streamed_bytes: int, component: ComponentJob, limits: Limits, rates: Rates) -> tuple[str, float]:
     """Where streamed weights come from in later passes, and how fast."""
     link = rates.link_bytes_per_s or float("inf")
     room = max(limits.host_bytes - (limits.device_bytes if limits.on_cpu else 0) - limits.staging_bytes, 0)
-    streamed = weights.streamed_bytes * component.stored
+    streamed = streamed_bytes * component.stored
     if not streamed:
         return "none", min(link, rates.disk_bytes_per_s)
     fast, slow = min(link, rates.cached_bytes_per_s), min(link, rates.disk_bytes_per_s)

@@ -11,7 +11,9 @@ import pytest
 import torch
 
 import offload_core as po
+from offload_core.placement import Placement
 from offload_core.plan import ComponentJob, Limits, PhaseJob, Rates, plan_job, smallest_budget
+from offload_core.simulate import Hardware, Load, simulate
 from offload_core.streaming import OffloadScope, PartSize, WeightSize, enable_offload, part_sizes
 from offload_core.trace import Stretch, Trace, TracedWeight
 from streaming_models import BY_NAME
@@ -146,4 +148,50 @@ def test_a_scope_hands_out_memory_to_one_module_after_another_as_planned(order: 
         assert scope.ledger.peak("device") <= plan.device_peak_bytes <= limits.device_bytes
         assert scope.ledger.peak("device") >= 0.97 * plan.device_peak_bytes
     finally:
+        scope.close()
+
+
+def steady(loads: list[Load], sizes: dict[str, int], resident: frozenset[str], ring: int, hardware: Hardware) -> float:
+    return simulate(loads, sizes, resident=resident, ring_bytes=max(ring, 1), hardware=hardware, passes=5).step_s
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_resident_weights_are_chosen_nearly_as_well_as_by_trying_all_sets(seed: int) -> None:
+    pick = random.Random(seed)
+    count = pick.randrange(4, 9)
+    sizes = {f"w{index}": pick.randrange(1, 9) * 100 for index in range(count)}
+    loads = [Load((name,), pick.uniform(0.2, 3)) for name in sizes]
+    total, compute = sum(sizes.values()), sum(load.seconds for load in loads)
+    hardware = Hardware(total / compute * pick.choice([0.5, 1, 1.5, 3]))
+    room = max(int(pick.uniform(0.1, 0.95) * total), max(sizes.values()))
+    best = min(
+        steady(loads, sizes, frozenset(kept), room - sum(sizes[name] for name in kept), hardware)
+        for number in range(count + 1)
+        for kept in itertools.combinations(sizes, number)
+        if room - sum(sizes[name] for name in kept)
+        >= max((size for name, size in sizes.items() if name not in kept), default=0)
+    )
+    weights = [WeightSize(name, size, name) for name, size in sizes.items()]
+    search = Placement(weights, room, lambda resident, ring: steady(loads, sizes, resident, ring, hardware))
+    resident, ring = search.search(frozenset())
+    assert sum(sizes[name] for name in resident) + ring <= room
+    assert steady(loads, sizes, resident, ring, hardware) <= 1.05 * best
+
+
+def test_the_engine_follows_a_plan_that_is_not_its_own() -> None:
+    module = BY_NAME["linear"].build().requires_grad_(False)
+    settings = po.OffloadSettings(
+        execution_device="cpu", device_memory=50_000, host_memory="1GiB", activation_memory=0, resident_below=0
+    )
+    own = enable_offload(module, settings=settings, component="module")
+    plan = own.plan
+    own.release()
+    names = [size.name for part in part_sizes(module) for size in part.sizes]
+    streamed_before = next(name for name in names if name not in plan.resident)
+    kept_before = next(iter(sorted(plan.resident)))
+    other = replace(plan, resident=plan.resident - {kept_before} | {streamed_before})
+    for planned, expected in ((other, other), (replace(other, available_bytes=1 << 40), plan)):
+        scope = OffloadScope(settings, torch.device("cpu"))
+        managed = scope.attach(BY_NAME["linear"].build(), name="module", planned=planned)
+        assert managed.plan == expected
         scope.close()

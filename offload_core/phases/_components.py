@@ -16,7 +16,7 @@ from torch import nn
 from ..checkpoint import read_header
 from ..library_dtypes import parameter_dtypes, request_dtype
 from ..model_source import ComponentSource, component_class
-from ..streaming import Managed, OffloadScope
+from ..streaming import Managed, OffloadScope, StreamPlan
 from ._cold import cold_like, forget_method_caches, make_cold, real_tensors, scrub_attributes
 from ._ports import Gate, Port, RecordingPort, attach_gate, watch_parts
 
@@ -43,6 +43,9 @@ class Memory(Protocol):
     def poll(self, arrived: int) -> None: ...
 
     def scope(self) -> OffloadScope: ...
+
+    def planned(self, name: str) -> StreamPlan | None:
+        """Where the weights of a component were planned to lie, if they were."""
 
     def won_t_arrive(self, nbytes: int) -> None:
         """These bytes of a component aren't loaded before it runs; they are streamed."""
@@ -109,6 +112,7 @@ class Component:
                 restore=False,
                 plain_if_whole=True,
                 keep_grad=True,  # see _from_files
+                planned=self.memory.planned(self.source.name),
             )
             if self.after_load is not None:
                 self.after_load(self.module)

@@ -19,7 +19,7 @@ from ..model_source import ModelSource
 from ..plan import Plan, predicted_figures
 from ..report import PhaseReport
 from ..session import Progress, Session
-from ..streaming import OffloadScope
+from ..streaming import OffloadScope, StreamPlan
 from ._components import Component, Usage
 from ._handle import Handle
 from ._pipeline import build_pipeline
@@ -75,6 +75,10 @@ class Phase:
             self._arrived += arrived
             self._to_load = max(self._to_load, self._arrived)
             self.session.observer.progress(Progress(self.name, "load", self._arrived, self._to_load, "bytes"))
+
+    def planned(self, name: str) -> StreamPlan | None:
+        components = self.plan.components if self.plan is not None else ()
+        return next((component.weights for component in components if component.name == name), None)
 
     def won_t_arrive(self, nbytes: int) -> None:
         self._to_load = max(self._to_load - max(nbytes, 0), self._arrived)

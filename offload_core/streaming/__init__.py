@@ -5,7 +5,7 @@ from __future__ import annotations
 from ._enable import Offload, StreamReport, enable_offload
 from ._managed import Managed
 from ._parts import part_sizes
-from ._plan import PartSize, StreamPlan, WeightSize, make_plan, plan_parts
+from ._plan import PartSize, StreamPlan, WeightSize, largest_group, make_plan, plan_parts, spread
 from ._scope import OffloadScope
 from ._shape import Layout
 from ._streamed_class import StreamedClass
@@ -31,7 +31,9 @@ __all__ = [
     "enable_offload",
     "is_cold",
     "is_streamed",
+    "largest_group",
     "make_plan",
     "part_sizes",
     "plan_parts",
+    "spread",
 ]

@@ -59,11 +59,13 @@ class Managed:
         restore: bool,
         plain_if_whole: bool,
         keep_grad: bool,
+        planned: StreamPlan | None = None,
     ) -> None:
         """Takes `module` over. Nothing of it has changed if this raises.
 
         restore: keep what `release` needs to give the module back as it was. plain_if_whole: if everything fits, the
         module gets ordinary tensors and no wrappers. keep_grad: weights require grad if they did before; else none do.
+        planned: what was planned before for this module; followed if it still fits.
         """
         check_free(module, self.name)
         self._keep_grad = keep_grad
@@ -80,7 +82,7 @@ class Managed:
             widened = [part.item.nbytes for part in self._parts if part.is_widened]
             if widened:
                 self.scope.engine.prepare_casts(max(widened))
-            small, large = self._split_and_plan(groups)
+            small, large = self._split_and_plan(groups, planned)
             if self.plan.whole and plain_if_whole:
                 small, large = [*small, *large], []
             for part in small:
@@ -144,7 +146,7 @@ class Managed:
         part.entries.append(Entry(item.names, layout, None, self.scope.cache, casts=casts, owner=self.name))
         return part
 
-    def _split_and_plan(self, groups: dict[str, str]) -> tuple[list[Part], list[Part]]:
+    def _split_and_plan(self, groups: dict[str, str], planned: StreamPlan | None) -> tuple[list[Part], list[Part]]:
         """Parts that stay on the device (small, mutable, or of a class that can't be streamed), and parts that the plan
         is for."""
         sizes = [self._size(part, groups) for part in self._parts]
@@ -161,6 +163,8 @@ class Managed:
             name=self.name,
             device=str(self.scope.device),
         )
+        if planned is not None and planned.can_replace(self.plan):
+            self.plan = planned
         small = [part for part, stays in zip(self._parts, is_small, strict=True) if stays]
         large = [part for part, stays in zip(self._parts, is_small, strict=True) if not stays]
         for entry in (entry for part in large for entry in part.entries):

@@ -66,6 +66,13 @@ class StreamPlan:
         """The most that the component's weights take on the execution device."""
         return self.small_bytes + self.resident_bytes + self.ring_bytes
 
+    def can_replace(self, other: StreamPlan) -> bool:
+        """Whether this is a plan for the same weights as `other`, made for no more room, with a ring of its own too."""
+        mine = (self.whole, self.small_bytes, self.lookup_bytes, self.resident_bytes + self.streamed_bytes)
+        theirs = (other.whole, other.small_bytes, other.lookup_bytes, other.resident_bytes + other.streamed_bytes)
+        rings = self.ring_bytes > 0 and other.ring_bytes > 0
+        return mine == theirs and rings and self.available_bytes <= other.available_bytes
+
 
 def make_plan(
     sizes: Sequence[WeightSize],
@@ -82,8 +89,8 @@ def make_plan(
     """A plan for weights `sizes` in `available` bytes, of which `small_bytes` go to what is never offloaded.
 
     ring_there: bytes of a ring that exists already and isn't part of `available`. ring_for_others: what other modules
-    need of the ring. align: bytes that hot copies in the
-    ring are aligned to; the ring itself takes so many more. ahead: whether weights are fetched ahead of their use.
+    need of the ring. align: bytes that hot copies in the ring are aligned to; the ring itself takes so many more.
+    ahead: whether weights are fetched ahead of their use.
 
     Every weight is used once a pass, so which ones are resident doesn't matter for the bytes that are streamed, but
     they have to lie evenly between the streamed ones: then copies have compute to hide behind. The ring holds six of

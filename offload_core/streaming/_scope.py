@@ -19,6 +19,7 @@ from ._accelerator import AcceleratorCopies, link_bytes
 from ._cache import WeightCache
 from ._copies import CopyEngine, CpuCopies
 from ._managed import DtypeRule, Managed
+from ._plan import StreamPlan
 from ._readers import Readers
 
 log = logging.getLogger(__name__)
@@ -69,10 +70,22 @@ class OffloadScope:
         restore: bool = True,
         plain_if_whole: bool = False,
         keep_grad: bool = False,
+        planned: StreamPlan | None = None,
     ) -> Managed:
-        """Takes a module under offload. Raises BudgetError, ManagedModuleError or ModelError; nothing changed then."""
+        """Takes a module under offload; see `Managed.attach` for the arguments.
+
+        Raises BudgetError, ManagedModuleError or ModelError; nothing changed then.
+        """
         managed = Managed(self, name)
-        managed.attach(module, files, dtype_of, restore=restore, plain_if_whole=plain_if_whole, keep_grad=keep_grad)
+        managed.attach(
+            module,
+            files,
+            dtype_of,
+            restore=restore,
+            plain_if_whole=plain_if_whole,
+            keep_grad=keep_grad,
+            planned=planned,
+        )
         self._managed.append(weakref.ref(managed))
         return managed
 
