@@ -120,7 +120,7 @@ def test_the_sizes_of_a_skeleton_give_the_plan_that_the_engine_makes(name: str, 
         result.release()
 
 
-@pytest.mark.parametrize("share", [0.0, 0.2, 0.5, 0.8, 1.2])
+@pytest.mark.parametrize("share", [0.0, 0.2, 0.8])
 @pytest.mark.parametrize("order", list(itertools.permutations(["flux", "t5", "attention"]))[::2], ids="-".join)
 def test_a_scope_hands_out_memory_to_one_module_after_another_as_planned(order: tuple[str, ...], share: float) -> None:
     modules = {name: BY_NAME[name].build().requires_grad_(False) for name in order}
@@ -155,10 +155,10 @@ def steady(loads: list[Load], sizes: dict[str, int], resident: frozenset[str], r
     return simulate(loads, sizes, resident=resident, ring_bytes=max(ring, 1), hardware=hardware, passes=5).step_s
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(25))
 def test_resident_weights_are_chosen_nearly_as_well_as_by_trying_all_sets(seed: int) -> None:
     pick = random.Random(seed)
-    count = pick.randrange(4, 9)
+    count = pick.randrange(4, 8)
     sizes = {f"w{index}": pick.randrange(1, 9) * 100 for index in range(count)}
     loads = [Load((name,), pick.uniform(0.2, 3)) for name in sizes]
     total, compute = sum(sizes.values()), sum(load.seconds for load in loads)

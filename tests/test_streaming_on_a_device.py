@@ -326,6 +326,7 @@ def missing_wait(which: str) -> str:
         result.release()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", ["copy before compute", "compute before copy"])
 def test_the_harness_notices_each_wait_that_is_taken_out(which: str) -> None:
     assert run_on_vgpu(missing_wait, "none") == "equal"

@@ -15,9 +15,10 @@ from torch import nn
 
 import offload_core as po
 from offload_core.errors import TraceError
-from offload_core.phases import TracedCall, foresee
+from offload_core.phases import TracedCall, _foresee, foresee
 from offload_core.phases._cold import make_cold
 from offload_core.phases._ports import ENTRY_POINTS
+from offload_core.phases._tiling import tile
 from offload_core.trace import MemoryCount, Trace, Tracer
 from staging import OTHERS, PROMISED, tiny_model
 from tiny_models import FAMILIES
@@ -212,3 +213,32 @@ def test_memory_that_was_there_before_is_not_counted() -> None:
         assert count.peak_bytes == 0
         other = view + 1
         assert count.peak_bytes == other.nbytes
+
+
+@pytest.mark.parametrize("name", ["flux", pytest.param("wan22_a14b", marks=pytest.mark.slow)])
+def test_decoding_in_tiles_is_foretold_to_the_byte_without_blending_them(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = dict(FAMILIES[name].guided_call) | {"height": 640, "width": 640, "num_inference_steps": 1}
+    handle = po.load(tiny_model(name), device="cpu", dtype="float32")
+    asked: list[Any] = []
+    monkeypatch.setattr(_foresee._Watch, "trace", _noting(asked, _foresee._Watch.trace))
+    *_, decode = foresee(handle, call.pop("prompt"), call.pop("negative_prompt", None), **call)
+    whole, *tiled = decode
+    assert [way.job.tile for way in tiled] == [512, 256]
+    vae: Any = DiffusionPipeline.from_pretrained(tiny_model(name)).vae.requires_grad_(False)
+    for way in tiled:
+        assert tile(vae, way.job.tile or 0)
+        args, kwargs = asked[0]
+        with MemoryCount() as count, torch.no_grad():
+            vae.decode(*args, **kwargs)
+        count.forget()
+        assert way.calls[0].trace.peak_bytes == count.peak_bytes < whole.job.activation_bytes
+
+
+def _noting(asked: list[Any], method: Callable[..., Any]) -> Callable[..., Any]:
+    def noted(self: Any, component: str, name: str, run: Any, args: Any, kwargs: Any) -> None:
+        asked.append((args, kwargs))
+        method(self, component, name, run, args, kwargs)
+
+    return noted

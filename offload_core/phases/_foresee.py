@@ -169,6 +169,7 @@ def _decode(handle: Handle, source: ModelSource, latents: Latents, poll: Poll) -
                 return
             component.recast = getattr(torch, latents.dtype)  # an SDXL VAE in float16 is upcast
             vae.to(dtype=component.recast)
+            _skip_blending(vae)
             watch = _Watch(poll)
             with watch.watching(phase):
                 args, kwargs = from_plain(latents.decode, phase.device)
@@ -177,6 +178,13 @@ def _decode(handle: Handle, source: ModelSource, latents: Latents, poll: Poll) -
                 vae._modules.pop(half, None)  # stays on disk
             traced = watch.result(phase)
             yield replace(traced, job=replace(traced.job, tile=pixels))
+
+
+def _skip_blending(vae: Any) -> None:
+    """Tiles are blended row by row, in place: many thousand operators that take no memory worth counting."""
+    for name in ("blend_v", "blend_h", "blend_t"):
+        if hasattr(vae, name):
+            vae.__dict__[name] = lambda above, tile, *_: tile
 
 
 def _traced(ports: dict[str, Port], watch: _Watch) -> dict[str, Port]:

@@ -234,6 +234,11 @@ class WeightCache:
             self._room.add([entry])
         return entry
 
+    def replaced(self, entry: Entry) -> None:
+        """Says that another weight took the place of `entry` and nobody has it any more."""
+        with self._lock:
+            self._room.ungroup(entry)
+
     def spoil(self, entry: Entry) -> None:
         """Drops a hot copy whose values are no longer the master's."""
         with self._lock:

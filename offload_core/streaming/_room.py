@@ -60,6 +60,12 @@ class Room:
                 self._groups.setdefault((entry.owner, entry.group), []).append(entry)
             self._entries.add(entry)
 
+    def ungroup(self, entry: Entry) -> None:
+        """Says that no operator will ask for a weight again, although it isn't released: another took its place."""
+        group = self._groups.get((entry.owner, entry.group), [])
+        if entry in group:
+            group.remove(entry)
+
     def remove(self, entries: Collection[Entry]) -> None:
         self._entries.difference_update(entries)
         for key in {(entry.owner, entry.group) for entry in entries}:

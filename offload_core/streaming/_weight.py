@@ -353,8 +353,10 @@ def assign(weight: StreamedWeight, value: torch.Tensor) -> None:
 
 
 def _let_go(entry: Entry) -> None:
-    """Frees a private master that no weight has any more."""
+    """Forgets what no weight has any more, and frees its master if that is private."""
     cache, reservation = entry.cache, getattr(entry.master, "reservation", None)
+    if cache is not None:
+        cache.replaced(entry)
     if cache is not None and reservation is not None and reservation.kind == "private":
         cache.release([entry])
         reservation.release()
