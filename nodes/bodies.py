@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import offload_core
@@ -102,6 +103,28 @@ def vae_decode(call: NodeCall, *, model: Any, latent: Mapping[str, Any], tiling:
     return NodeResult((image,))
 
 
+def plan_preview(
+    call: NodeCall, *, model: Any, prompt: str, steps: int, guidance: float, width: int, height: int, batch: int
+) -> NodeResult:
+    """PhaseOffloadPlanPreview: what the job will take, as a table. Reads configs and headers only."""
+    from offload_core.plan_table import plan_line, plan_table
+
+    options, notes = _pipeline_options(model, steps=steps, guidance=guidance, width=width, height=height, batch=batch)
+    found = offload_core.foresee_job(
+        model.model,
+        prompt or None,
+        settings=replace(model.settings, execution_device=model.device),
+        dtype=model.dtype,
+        session=call.session,
+        **options,
+    )
+    if model.loras:
+        notes.append("The plan leaves the LoRAs out.")
+    table = "\n".join((plan_table(found), *notes))
+    call.observer.status("\n".join((plan_line(found.plan), *found.plan.hints, *notes)))
+    return NodeResult((table,), ui={"text": [table]})
+
+
 def purge_cache(call: NodeCall, *, anything: Any) -> NodeResult:
     """PhaseOffloadPurgeCache: the same value, and a sentence that says what was freed."""
     call.state.host.release_cache()
@@ -115,6 +138,7 @@ BODIES: dict[str, Callable[..., NodeResult]] = {
     schema.ENCODE.id: encode_prompt,
     schema.DENOISE.id: denoise,
     schema.DECODE.id: vae_decode,
+    schema.PLAN.id: plan_preview,
     schema.PURGE.id: purge_cache,
 }
 FINGERPRINTS: dict[str, Callable[..., Any]] = {schema.LOAD.id: load_fingerprint}

@@ -72,6 +72,47 @@ class NodeSchema:
 
 _MODEL = Input("model", MODEL_TYPE, "The model, from Load With Dynamic Offload.")
 
+# What Denoise Phase is asked for, and Plan Preview about.
+_JOB = (
+    Input(
+        "steps",
+        "INT",
+        "Denoising steps. 0: the model's own default.",
+        default=MODEL_DEFAULT,
+        min=0,
+        max=1000,
+    ),
+    Input(
+        "guidance",
+        "FLOAT",
+        "How closely to follow the prompt. -1: the model's own default. It sets true_cfg_scale for models that "
+        "have it, else guidance_scale.",
+        default=GUIDANCE_DEFAULT,
+        min=-1.0,
+        max=100.0,
+        step=0.1,
+    ),
+    Input(
+        "width",
+        "INT",
+        "Width in pixels. 0: the model's own default.",
+        default=MODEL_DEFAULT,
+        min=0,
+        max=16384,
+        step=8,
+    ),
+    Input(
+        "height",
+        "INT",
+        "Height in pixels. 0: the model's own default.",
+        default=MODEL_DEFAULT,
+        min=0,
+        max=16384,
+        step=8,
+    ),
+    Input("batch", "INT", "Pictures made at once. Memory grows with each.", default=1, min=1, max=64),
+)
+
 LOAD = NodeSchema(
     id="PhaseOffloadLoad",
     display_name="Load With Dynamic Offload",
@@ -161,43 +202,7 @@ DENOISE = NodeSchema(
             max=LARGEST_SEED,
             control_after_generate=True,
         ),
-        Input(
-            "steps",
-            "INT",
-            "Denoising steps. 0: the model's own default.",
-            default=MODEL_DEFAULT,
-            min=0,
-            max=1000,
-        ),
-        Input(
-            "guidance",
-            "FLOAT",
-            "How closely to follow the prompt. -1: the model's own default. It sets true_cfg_scale for models that "
-            "have it, else guidance_scale.",
-            default=GUIDANCE_DEFAULT,
-            min=-1.0,
-            max=100.0,
-            step=0.1,
-        ),
-        Input(
-            "width",
-            "INT",
-            "Width in pixels. 0: the model's own default.",
-            default=MODEL_DEFAULT,
-            min=0,
-            max=16384,
-            step=8,
-        ),
-        Input(
-            "height",
-            "INT",
-            "Height in pixels. 0: the model's own default.",
-            default=MODEL_DEFAULT,
-            min=0,
-            max=16384,
-            step=8,
-        ),
-        Input("batch", "INT", "Pictures made at once. Memory grows with each.", default=1, min=1, max=64),
+        *_JOB,
     ),
     outputs=(
         Output(
@@ -234,6 +239,29 @@ DECODE = NodeSchema(
     search_aliases=("vae decode", "latent to image", "tiled", "tiling", "offload"),
 )
 
+PLAN = NodeSchema(
+    id="PhaseOffloadPlanPreview",
+    display_name="Plan Preview",
+    description=(
+        "Says what a job will take, phase by phase, before anything is loaded: whether it fits, its peak of memory, "
+        "what is streamed, and how long it takes."
+    ),
+    inputs=(
+        _MODEL,
+        Input(
+            "prompt",
+            "STRING",
+            "The prompt of the job; its length can matter. Empty: one of common length.",
+            default="",
+            multiline=True,
+        ),
+        *_JOB,
+    ),
+    outputs=(Output("report", "STRING", "The plan as a table, with its reasons."),),
+    search_aliases=("predict", "estimate", "vram", "memory", "will it fit", "plan", "offload"),
+    is_output=True,
+)
+
 PURGE = NodeSchema(
     id="PhaseOffloadPurgeCache",
     display_name="Purge Cache",
@@ -250,4 +278,4 @@ PURGE = NodeSchema(
     is_output=True,
 )
 
-NODES: dict[str, NodeSchema] = {node.id: node for node in (LOAD, ENCODE, DENOISE, DECODE, PURGE)}
+NODES: dict[str, NodeSchema] = {node.id: node for node in (LOAD, ENCODE, DENOISE, DECODE, PLAN, PURGE)}

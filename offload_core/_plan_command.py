@@ -41,8 +41,8 @@ def run(args: argparse.Namespace, terminal: Terminal) -> None:
         raise InputError("Give a model: --model DIR, or --model NAME with a name of --list.")
     if args.json is not None:
         files.check_writable(args.json)
-    from ._plan_table import plan_json, plan_table
     from .foresight import foresee_job
+    from .plan_table import plan_json, plan_line, plan_table
     from .settings import OffloadSettings
 
     settings = OffloadSettings(
@@ -65,8 +65,6 @@ def run(args: argparse.Namespace, terminal: Terminal) -> None:
         files.write_files([(args.json, files.text_writer(text))])
         terminal.say(f"Wrote {args.json}")
     if not found.plan.fits:
-        from ._plan_table import plan_line
-
         raise BudgetError(plan_line(found.plan))
 
 
@@ -76,7 +74,7 @@ def plan_first(
     """A plan for the job of `generate` that is about to run, told in one line; None if there is none to go by."""
     import offload_core
 
-    from ._plan_table import plan_line
+    from .plan_table import plan_line
 
     settings = replace(settings, execution_device=args.device)
     asked = {"seed": args.seed, **options}

@@ -482,3 +482,25 @@ def test_state_holds_no_handle_and_no_tensor(runner: GraphRunner, models: Path) 
     del handle
     gc.collect()
     assert kept() is None
+
+
+def test_plan_preview_says_what_a_job_takes_and_loads_nothing(
+    runner: GraphRunner, host: SpokenHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_load(*_: Any) -> None:
+        raise AssertionError("a weight was loaded")
+
+    monkeypatch.setattr("offload_core.phases._components._from_files", no_load)
+    load = {"model": "sd15", "dtype": "auto", "device": "cpu"}
+    job = {"prompt": "a red fox", "steps": 2, "guidance": 5.0, **SIZE, "batch": 1}
+    graph = {
+        "load": node("PhaseOffloadLoad", **load),
+        "plan": node("PhaseOffloadPlanPreview", model=["load", 0], **job),
+        "tight": node("PhaseOffloadLoad", **load, device_memory="300KiB"),
+        "small": node("PhaseOffloadPlanPreview", model=["tight", 0], **job),
+    }
+    (table,) = runner.run(graph).ui["plan"]["text"]
+    assert [line.split()[0] for line in table.splitlines()[2:6]] == ["encode", "denoise", "decode", "all"]
+    assert "unet stays resident" in table
+    assert host.said["plan"].startswith("Plan: keeps all weights of a phase resident")
+    assert host.said["small"].startswith("This doesn't fit 300.0 KiB of device memory; it needs")

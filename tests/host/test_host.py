@@ -23,6 +23,7 @@ ENCODE = "PhaseOffloadEncodePrompt"
 DENOISE = "PhaseOffloadDenoise"
 DECODE = "PhaseOffloadVAEDecode"
 PURGE = "PhaseOffloadPurgeCache"
+PLAN = "PhaseOffloadPlanPreview"
 SAVE = "SaveImage"
 
 EVERY_NODE = {LOAD, ENCODE, DENOISE, PURGE, DECODE, SAVE}
@@ -90,9 +91,9 @@ def test_pack_is_imported_without_a_fault(server: Server) -> None:
     assert not [line for line in about_the_pack if "IMPORT FAILED" in line or "Cannot import" in line]
 
 
-def test_object_info_lists_the_five_nodes(server: Server) -> None:
+def test_object_info_lists_every_node(server: Server) -> None:
     info = server.get("/object_info")
-    for node in (LOAD, ENCODE, DENOISE, DECODE, PURGE):
+    for node in (LOAD, ENCODE, DENOISE, DECODE, PLAN, PURGE):
         assert info[node]["description"], node
         for kind in ("required", "optional"):
             for name, (_, options) in info[node]["input"].get(kind, {}).items():
@@ -181,6 +182,14 @@ def test_purge_changes_no_pixel_and_says_what_it_freed(server: Server, short: Gr
     assert sentence.endswith(".")
     graph[node_of(graph, DECODE)]["inputs"]["latent"] = graph.pop(purge)["inputs"]["anything"]
     np.testing.assert_array_equal(only_picture(server.run(graph)), only_picture(with_purge))
+
+
+def test_plan_preview_shows_a_table_before_anything_is_loaded(server: Server, graph: Graph) -> None:
+    load = node_of(graph, LOAD)
+    job = {"prompt": "", "steps": 2, "guidance": -1.0, "width": 0, "height": 0, "batch": 1}
+    asked = {load: graph[load], "plan": {"class_type": PLAN, "inputs": {"model": [load, 0], **job}}}
+    (table,) = server.run(asked).history["outputs"]["plan"]["text"]
+    assert [line.split()[0] for line in table.splitlines()[2:6]] == ["encode", "denoise", "decode", "all"]
 
 
 def test_latent_changed_by_a_node_of_the_host_is_decoded_as_changed(server: Server, short: Graph) -> None:
