@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from .errors import OffloadError
 from .file_reader import ReadBuffer, WeightFile
@@ -28,7 +29,7 @@ from .plan import Rates
 
 log = logging.getLogger(__name__)
 
-_SIZE, _ELEMENTS, _FILE_BYTES = 1024, 16 << 20, 128 << 20
+_LARGEST_PRODUCT, _ELEMENTS, _FILE_BYTES = 8192, 16 << 20, 128 << 20
 # What of a card's published peak its kernels reach on large transformers; and of a slot's and a disk's.
 COMPUTE_SHARE, LINK_SHARE, DISK_SHARE, MEMORY_SHARE = 0.6, 0.8, 0.6, 0.75
 _DISK_BYTES_PER_S, _CACHED_BYTES_PER_S = 3.5e9, 8e9
@@ -81,8 +82,7 @@ def measure(device: torch.device, folder: Path | None = None) -> Rates:
         flops = {str(dtype).removeprefix("torch."): _flops(device, dtype, sync) for dtype in _dtypes()}
         source = torch.ones(_ELEMENTS, device=device)
         moved = 2 * source.nbytes / _best(lambda: source + 1, sync)
-        small = torch.ones(8, device=device)
-        operator = _best(lambda: [small + 1 for _ in range(100)], sync) / 100
+        operator = _operator_s(device, sync)
         link = None
         if device.type != "cpu":
             host = torch.empty(_ELEMENTS * 4, dtype=torch.uint8, pin_memory=True)
@@ -96,13 +96,27 @@ def _dtypes() -> tuple[torch.dtype, ...]:
 
 
 def _flops(device: torch.device, dtype: torch.dtype, sync: Callable[[], None]) -> float:
-    size = _SIZE if device.type == "cpu" else 4 * _SIZE
-    a = torch.ones(size, size, dtype=dtype, device=device)
-    seconds = _best(lambda: a @ a, sync)
-    return 2 * size**3 / seconds
+    """Of products as large as a moment allows: a dtype without units of its own may be a thousand times slower."""
+    size, rate = 256, 0.0
+    while size <= _LARGEST_PRODUCT:
+        a = torch.ones(size, size, dtype=dtype, device=device)
+        seconds = _best(lambda a=a: a @ a, sync)  # type: ignore[misc]
+        rate = max(rate, 2 * size**3 / seconds)
+        if seconds > 0.02:
+            break
+        size *= 2
+    return rate
 
 
-def _best(run: Callable[[], Any], sync: Callable[[], None], budget_s: float = 0.4) -> float:
+def _operator_s(device: torch.device, sync: Callable[[], None]) -> float:
+    """Seconds that an operator of a module costs where there is next to nothing to compute."""
+    layers = [nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.SiLU()) for _ in range(25)]
+    stack, x = nn.Sequential(*layers).to(device).eval(), torch.ones(2, 8, device=device)
+    operators = 4 * len(layers)  # a linear layer is two: a transposed view, and the product
+    return _best(lambda: stack(x), sync) / operators
+
+
+def _best(run: Callable[[], Any], sync: Callable[[], None], budget_s: float = 0.2) -> float:
     """Seconds of the median run, of as many as a part of a second allows, three at least."""
     run()
     sync()
