@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -213,3 +214,23 @@ def test_every_weight_edited_in_a_chain_of_operators_has_the_bits_of_resident_on
         assert torch.equal(module(X), twin(X))
         assert offloaded.report().streamed_bytes > 0 and offloaded.plan.streamed_bytes > 0
     assert_equal(list(module.parameters()), list(twin.parameters()))
+
+
+@torch.no_grad()
+def test_no_room_is_kept_for_a_weight_whose_place_another_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the smallest ring its operator would wait for that room, in each forward."""
+    monkeypatch.setattr("offload_core.streaming._room._GROW_AFTER_S", 60.0)
+    module = seeded_module(Stack)()
+    twin = twin_of(module)
+    with offload(module, smallest_budget(module)) as offloaded:
+        for each in (module, twin):
+            each.blocks[0].bias.data = each.blocks[0].bias.data + 1
+        results: list[torch.Tensor] = []
+        thread = threading.Thread(target=lambda: results.append(module(X)))
+        thread.start()
+        thread.join(30)
+        waited = thread.is_alive()
+        thread.join()
+        assert not waited
+        assert torch.equal(results[0], twin(X))
+        assert offloaded.report().streamed_bytes > 0
