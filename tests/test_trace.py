@@ -81,7 +81,7 @@ def foretold(name: str) -> list[TracedCall]:
 
 
 OFTEN = ("flux", "sdxl", "qwen_image", "wan22_a14b")
-NOT_IN_PHASES = {"safety_checker", "audio_vae", "vocoder"}  # what comes after the picture's VAE; sound isn't decoded yet
+NOT_IN_PHASES = {"safety_checker", "audio_vae", "vocoder"}  # after the picture's VAE; sound isn't decoded
 FAMILIES_IN_TURN = [
     name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in (*PROMISED, *OTHERS)
 ]
