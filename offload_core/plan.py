@@ -64,7 +64,6 @@ class ComponentJob:
     calls: tuple[tuple[Trace, int], ...] = field(repr=False)
     stored: float = 1.0
     alone: bool = False
-    correction: float = 1.0  # learnt: real seconds of compute per predicted second
 
     @property
     def weight_bytes(self) -> int:
@@ -398,7 +397,7 @@ def _loads(component: ComponentJob, trace: Trace, rates: Rates) -> list[Load]:
     return [
         Load(
             tuple(names[place] for place in stretch.weights),
-            rates.compute_s(stretch, component.dtype) * component.correction,
+            rates.compute_s(stretch, component.dtype),
         )
         for stretch in trace.stretches
     ]

@@ -82,29 +82,6 @@ class Trace:
     def flops(self) -> int:
         return sum(stretch.flops for stretch in self.stretches)
 
-    @property
-    def moved_bytes(self) -> int:
-        return sum(stretch.moved_bytes for stretch in self.stretches)
-
-    @property
-    def operators(self) -> int:
-        return sum(stretch.operators for stretch in self.stretches)
-
-    def to_json(self) -> dict[str, Any]:
-        stretches = [[list(s.weights), s.flops, s.moved_bytes, s.operators, s.peak_bytes] for s in self.stretches]
-        return {
-            "weights": [[weight.name, weight.nbytes, weight.lookup_only] for weight in self.weights],
-            "stretches": stretches,
-            "output_bytes": self.output_bytes,
-        }
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Trace:
-        """Raises KeyError, TypeError or ValueError for anything else than what `to_json` gave."""
-        weights = tuple(TracedWeight(str(name), int(nbytes), bool(rows)) for name, nbytes, rows in data["weights"])
-        stretches = tuple(Stretch(tuple(used), *map(int, rest)) for used, *rest in data["stretches"])
-        return cls(weights, stretches, int(data["output_bytes"]))
-
 
 class MemoryCount(TorchDispatchMode):
     """Counts the storages that operators make while it is active: bytes now, and at most.

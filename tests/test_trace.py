@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -115,7 +114,6 @@ def test_a_transformer_of_twelve_billion_weights_is_traced_without_one() -> None
     assert len(uses) == 1160
     assert trace.flops == pytest.approx(59.5e12, rel=0.001)
     assert 400 << 20 < trace.peak_bytes < 500 << 20  # with unfused attention it would be 1.9 GiB
-    assert Trace.from_json(json.loads(json.dumps(trace.to_json()))) == trace
 
 
 class Steered(nn.Module):
