@@ -36,7 +36,7 @@ def plan_table(foresight: Foresight) -> str:
     lines = [line.rstrip() for line in text.getvalue().splitlines() if line.strip()]
     lines += [reason for phase in plan.phases for reason in phase.reasons]
     lines += [f"Hint: {hint}" for hint in plan.hints]
-    lines.append(f"Seconds by {foresight.rates.source}.")
+    lines.append(f"Rates: {foresight.rates.source}.")
     return "\n".join(lines)
 
 
