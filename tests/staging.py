@@ -11,8 +11,8 @@ import torch
 from diffusers import DiffusionPipeline
 
 import offload_core as po
-from tiny_models import FAMILIES, save_tiny
-from tiny_models.running import align
+from offload_core.tiny_models import FAMILIES, save_tiny
+from offload_core.tiny_models.running import align
 
 # The families that the phases promise; the others of the table are run once each, too.
 PROMISED = (

@@ -18,9 +18,9 @@ from torch import nn
 from offload_core.errors import BudgetError
 from offload_core.settings import OffloadSettings
 from offload_core.streaming import Offload, enable_offload
-from tiny_models import FAMILIES
-from tiny_models.running import align
-from tiny_models.weights import seeded
+from offload_core.tiny_models import FAMILIES
+from offload_core.tiny_models.running import align
+from offload_core.tiny_models.weights import seeded
 
 Call = Callable[[Any], Any]
 Build = Callable[[], nn.Module]

@@ -103,7 +103,7 @@ def test_ctrl_c_in_mid_step_leaves_cleanly(tmp_path: Path):
 
 @pytest.fixture(scope="module")
 def tiny_flux(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from tiny_models import save_tiny
+    from offload_core.tiny_models import save_tiny
 
     folder = tmp_path_factory.mktemp("models") / "flux"
     save_tiny("flux", folder)

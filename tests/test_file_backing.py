@@ -23,7 +23,7 @@ from offload_core.errors import ModelError
 from offload_core.file_backing import FileMapping, Span, _parse, find_file_ranges, read_mappings
 from offload_core.file_reader import FileRange
 from offload_core.inventory import Inventory, Item, take_inventory
-from tiny_models import load_tiny, save_tiny
+from offload_core.tiny_models import load_tiny, save_tiny
 
 on_linux = pytest.mark.skipif(read_mappings() is None, reason="this system has no list of mapped files")
 # How the place of a mapping is learnt: from the system's list, or without one.

@@ -13,7 +13,7 @@ from torch import nn
 
 from offload_core.errors import ManagedModuleError
 from offload_core.inventory import Inventory, Item, check_ownership, take_inventory
-from tiny_models import FAMILIES
+from offload_core.tiny_models import FAMILIES
 
 
 def by_name(inventory: Inventory) -> dict[str, Item]:

@@ -17,7 +17,7 @@ from torch import nn
 from transformers import T5Config, T5EncoderModel
 
 from offload_core.library_dtypes import parameter_dtypes, request_dtype
-from tiny_models import load_tiny, save_tiny
+from offload_core.tiny_models import load_tiny, save_tiny
 
 # AutoencoderKL, CLIP, T5, umT5, Qwen2.5-VL, Qwen3-VL, Gemma 2 and 3, and denoisers with and without exceptions
 FAMILIES = ("flux", "sd3", "sd15", "wan22_a14b", "qwen_image", "krea2", "lumina2", "ltx2")

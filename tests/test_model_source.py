@@ -775,7 +775,7 @@ def test_empty_list_says_where_to_put_a_model(tmp_path: Path) -> None:
 
 
 def test_all_tiny_families_resolve(tmp_path: Path) -> None:
-    tiny = pytest.importorskip("tiny_models")
+    tiny = pytest.importorskip("offload_core.tiny_models")
     for name in ("sd15_safety", "flux", "wan22_5b"):
         source = resolve_model(tiny.save_tiny(name, tmp_path / name, torch.float16))
         assert isinstance(source, ModelSource)

@@ -20,12 +20,12 @@ import torch
 import offload_core
 from offload_core.errors import BudgetError, InputError, ModelError, OffloadError, RecordError
 from offload_core.settings import OffloadSettings
+from offload_core.tiny_models import one_shot, save_tiny
 from phase_offload_nodes.graph_runner import GraphRunner
 from phase_offload_nodes.local_host import GraphInterrupted, LocalHost
 from phase_offload_nodes.model_list import DEMO_MODEL, NO_MODEL, ModelList
 from phase_offload_nodes.results import NodeResult
 from phase_offload_nodes.state import PackState
-from tiny_models import one_shot, save_tiny
 
 Prompt = dict[str, Any]
 SIZE = {"width": 64, "height": 48}

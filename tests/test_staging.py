@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import offload_core as po
+from offload_core.tiny_models import FAMILIES
+from offload_core.tiny_models.variants import VARIANTS
 from staging import OTHERS, PROMISED, job, one_shot, staged, tiny_model, words
-from tiny_models import FAMILIES
-from tiny_models.variants import VARIANTS
 
 DTYPES = [torch.float32, torch.bfloat16]
 DEMO = Path(po.__file__).parent / "demo" / "model"

@@ -11,7 +11,7 @@ import torch
 from diffusers import AutoencoderKL, DiffusionPipeline
 from transformers import PreTrainedTokenizerBase
 
-from tiny_models import FAMILIES, REQUIRED, VARIANTS, load_tiny, one_shot, picture, run_whole, save_tiny
+from offload_core.tiny_models import FAMILIES, REQUIRED, VARIANTS, load_tiny, one_shot, picture, run_whole, save_tiny
 
 OTHERS = tuple(name for name in FAMILIES if name not in REQUIRED)
 OTHER_PROMPT = "a blue car"

@@ -18,9 +18,9 @@ from offload_core.phases import TracedCall, _foresee, foresee
 from offload_core.phases._cold import make_cold
 from offload_core.phases._ports import ENTRY_POINTS
 from offload_core.phases._tiling import tile
+from offload_core.tiny_models import FAMILIES
 from offload_core.trace import MemoryCount, Trace, Tracer
 from staging import OTHERS, PROMISED, tiny_model
-from tiny_models import FAMILIES
 
 CPU = torch.device("cpu")
 

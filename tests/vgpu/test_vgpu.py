@@ -471,7 +471,7 @@ def run_models_on_one_stream() -> dict[str, object]:
     import torch
 
     import vgpu
-    from tiny_models import FAMILIES, run_whole
+    from offload_core.tiny_models import FAMILIES, run_whole
 
     ext = vgpu.install()
     ext.set_lazy(True)

@@ -1,5 +1,7 @@
 """Tiny VAEs of the video families other than Wan, and of LTX-2's sound."""
 
+from typing import Any
+
 import torch
 from diffusers import (
     AutoencoderKLCogVideoX,
@@ -116,7 +118,7 @@ def _kl_sizes(down_block: str, up_block: str) -> dict:
     }
 
 
-def _with_latent_buffers(vae: nn.Module, name: str) -> nn.Module:
+def _with_latent_buffers(vae: Any, name: str) -> nn.Module:
     """Set the statistics that the LTX VAEs keep as buffers, which are 0 and 1 after construction."""
     for buffer, centre in ((vae.latents_mean, 0.1), (vae.latents_std, 1.5)):
         numbers = spread_around(centre, buffer.numel(), f"{name}.{centre}")

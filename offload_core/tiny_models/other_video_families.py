@@ -18,7 +18,7 @@ from diffusers import (
 from diffusers.pipelines.ltx2.connectors import LTX2TextConnectors
 from diffusers.pipelines.ltx2.vocoder import LTX2Vocoder
 
-from offload_core.known._tokenizers import (
+from ..known._tokenizers import (
     byt5_tokenizer,
     clip_tokenizer,
     gemma_tokenizer,
@@ -26,7 +26,6 @@ from offload_core.known._tokenizers import (
     qwen_tokenizer,
     t5_tokenizer,
 )
-
 from . import text_encoders, video_autoencoders
 from .autoencoders import LATENT_CHANNELS
 from .weights import denoiser, with_weights

@@ -35,7 +35,7 @@ def _variant(name: str, family: str, pipeline_class: type, *, without: tuple[str
 FOX = picture("fox")
 WIDE_FOX = picture("fox", 64, 96)
 SIZE = ("height", "width")
-FOUR_STEPS = {"num_inference_steps": 4, "strength": 0.6}  # two of them are run
+FOUR_STEPS: dict[str, Any] = {"num_inference_steps": 4, "strength": 0.6}  # two of them are run
 
 ROWS = (
     _variant("sd15_img2img", "sd15", diffusers.StableDiffusionImg2ImgPipeline, without=SIZE, image=FOX, **FOUR_STEPS),

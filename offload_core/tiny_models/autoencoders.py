@@ -1,5 +1,7 @@
 """Tiny VAEs. Their scale factors differ from the usual 8, and their latent statistics from 0 and 1, on purpose."""
 
+from typing import Any
+
 from diffusers import AutoencoderDC, AutoencoderKL, AutoencoderKLFlux2, AutoencoderKLQwenImage, AutoencoderKLWan
 
 from .weights import spread_around, with_weights
@@ -8,7 +10,7 @@ LATENT_CHANNELS = 4
 WIDTHS = (8, 16, 16)  # three levels: one latent cell is 4 x 4 pixels
 
 
-def autoencoder_kl(name: str, widths: tuple[int, ...] = WIDTHS, **config) -> AutoencoderKL:
+def autoencoder_kl(name: str, widths: tuple[int, ...] = WIDTHS, **config: Any) -> AutoencoderKL:
     """Return an AutoencoderKL with 4 latent channels, of scale 4 with the usual three levels."""
     return with_weights(AutoencoderKL(**_kl_sizes(widths), **config), name, gain=0.8)
 
@@ -28,7 +30,7 @@ def flow_autoencoder_kl(name: str, widths: tuple[int, ...] = WIDTHS) -> Autoenco
 
 def autoencoder_flux2(name: str) -> AutoencoderKLFlux2:
     """Return a FLUX.2 VAE of scale 4 whose batch norm has seen data that is neither centred nor of spread one."""
-    vae = with_weights(AutoencoderKLFlux2(**_kl_sizes(), batch_norm_eps=1e-3), name)
+    vae: Any = with_weights(AutoencoderKLFlux2(**_kl_sizes(), batch_norm_eps=1e-3), name)
     channels = vae.bn.running_mean.numel()
     vae.bn.running_mean.copy_(vae.bn.running_mean.new_tensor(spread_around(0.2, channels, name + ".mean")))
     vae.bn.running_var.copy_(vae.bn.running_var.new_tensor(spread_around(1.6, channels, name + ".var")))
@@ -57,20 +59,28 @@ def autoencoder_dc(name: str) -> AutoencoderDC:
 
 def autoencoder_qwen(name: str) -> AutoencoderKLQwenImage:
     """Return a Qwen-Image VAE of scale 4."""
-    sizes = {"base_dim": 8, "z_dim": LATENT_CHANNELS, "dim_mult": [1, 2, 2], "num_res_blocks": 1}
-    vae = AutoencoderKLQwenImage(**sizes, temperal_downsample=[False, True], **_latent_statistics(name, sizes["z_dim"]))
+    sizes: dict[str, Any] = {"base_dim": 8, "z_dim": LATENT_CHANNELS, "dim_mult": [1, 2, 2], "num_res_blocks": 1}
+    vae = AutoencoderKLQwenImage(
+        **sizes, temperal_downsample=[False, True], **_latent_statistics(name, LATENT_CHANNELS)
+    )
     return with_weights(vae, name)
 
 
 def autoencoder_wan(name: str) -> AutoencoderKLWan:
     """Return the Wan 2.1 video VAE, also of Wan 2.2 A14B: 8 x 8 pixels and 4 frames to a latent cell."""
-    sizes = {"base_dim": 8, "z_dim": LATENT_CHANNELS, "dim_mult": [1, 2, 2, 2], "num_res_blocks": 1}
-    return with_weights(AutoencoderKLWan(**sizes, **_latent_statistics(name, sizes["z_dim"])), name)
+    sizes: dict[str, Any] = {"base_dim": 8, "z_dim": LATENT_CHANNELS, "dim_mult": [1, 2, 2, 2], "num_res_blocks": 1}
+    return with_weights(AutoencoderKLWan(**sizes, **_latent_statistics(name, LATENT_CHANNELS)), name)
 
 
 def autoencoder_wan_5b(name: str) -> AutoencoderKLWan:
     """Return the video VAE of Wan 2.2 TI2V-5B: residual blocks over 2 x 2 pixel patches, scale 16 in all."""
-    sizes = {"base_dim": 8, "decoder_base_dim": 12, "z_dim": 12, "dim_mult": [1, 2, 2, 2], "num_res_blocks": 1}
+    sizes: dict[str, Any] = {
+        "base_dim": 8,
+        "decoder_base_dim": 12,
+        "z_dim": 12,
+        "dim_mult": [1, 2, 2, 2],
+        "num_res_blocks": 1,
+    }
     vae = AutoencoderKLWan(
         **sizes,
         **_latent_statistics(name, sizes["z_dim"]),

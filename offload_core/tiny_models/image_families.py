@@ -1,5 +1,7 @@
 """Builders of the tiny picture pipelines. Each follows the layout of the published folder, in miniature."""
 
+from typing import Any
+
 import torch
 from diffusers import (
     ChromaPipeline,
@@ -24,8 +26,7 @@ from diffusers import (
 from diffusers.pipelines.stable_diffusion.safety_checker import StableDiffusionSafetyChecker
 from transformers import CLIPConfig, CLIPImageProcessor
 
-from offload_core.known._tokenizers import clip_tokenizer, qwen_tokenizer, t5_tokenizer
-
+from ..known._tokenizers import clip_tokenizer, qwen_tokenizer, t5_tokenizer
 from . import autoencoders, text_encoders
 from .autoencoders import LATENT_CHANNELS
 from .weights import denoiser, seeded, with_weights
@@ -233,7 +234,7 @@ def _safety_checker(name: str) -> StableDiffusionSafetyChecker:
         text_config=tower | {"vocab_size": 16, "bos_token_id": 0, "eos_token_id": 1},
         projection_dim=16,
     )
-    checker = with_weights(StableDiffusionSafetyChecker(config), name)
+    checker: Any = with_weights(StableDiffusionSafetyChecker(config), name)
     checker.concept_embeds.copy_(torch.randn(checker.concept_embeds.shape, generator=seeded(name + ".concepts")))
     checker.concept_embeds_weights.fill_(SAFETY_THRESHOLD)
     checker.special_care_embeds_weights.fill_(1.0)

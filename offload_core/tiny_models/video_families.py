@@ -2,8 +2,7 @@
 
 from diffusers import UniPCMultistepScheduler, WanImageToVideoPipeline, WanPipeline, WanTransformer3DModel
 
-from offload_core.known._tokenizers import t5_tokenizer
-
+from ..known._tokenizers import t5_tokenizer
 from . import autoencoders, text_encoders
 from .autoencoders import LATENT_CHANNELS
 from .weights import denoiser

@@ -1,5 +1,7 @@
 """Tiny text encoders, built with the classes and special token ids that the real folders name."""
 
+from typing import Any
+
 from transformers import (
     CLIPTextConfig,
     CLIPTextModel,
@@ -31,7 +33,7 @@ CLIP_VOCABULARY = 514
 LETTER_VOCABULARY = 98
 
 
-def clip_text(name: str, width: int = 32, *, projected: bool = False, act: str = "quick_gelu", layers: int = 2):
+def clip_text(name: str, width: int = 32, *, projected: bool = False, act: str = "quick_gelu", layers: int = 2) -> Any:
     """Return a CLIP text encoder of two or more layers, with a projection of the same width if asked."""
     config = CLIPTextConfig(
         vocab_size=CLIP_VOCABULARY,

@@ -13,8 +13,7 @@ from diffusers import (
     SanaTransformer2DModel,
 )
 
-from offload_core.known._tokenizers import gemma_tokenizer, qwen_tokenizer, t5_tokenizer
-
+from ..known._tokenizers import gemma_tokenizer, qwen_tokenizer, t5_tokenizer
 from . import autoencoders, text_encoders
 from .autoencoders import LATENT_CHANNELS
 from .image_families import PACKED_CHANNELS
