@@ -8,6 +8,7 @@ from them alone, as long as it is small. All else has shape, dtype and strides b
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import hashlib
@@ -31,7 +32,7 @@ from torch.utils.flop_counter import flop_registry
 from .errors import TraceError
 from .streaming import StreamedWeight
 
-_REAL_BYTES = 1 << 20  # results of real tensors up to this size are real
+_REAL_BYTES = 1 << 20
 _REAL_BYTES_IN_NEED = 256 << 20  # and arguments, too, where code was found to ask for the values of larger ones
 _STEERING_BYTES = 64 << 10  # integers and booleans up to this size, and ...
 _STEERING_FLOATS = 64  # ... so many floating values, keep their values
@@ -83,6 +84,14 @@ class Trace:
         return sum(stretch.flops for stretch in self.stretches)
 
 
+@dataclass(frozen=True)
+class Use:
+    """What begins a stretch: the weights that an operator uses together (`StreamedWeight._entry`)."""
+
+    entries: tuple[Any, ...]
+    looked_up: bool
+
+
 class MemoryCount(TorchDispatchMode):
     """Counts the storages that operators make while it is active: bytes now, and at most.
 
@@ -117,6 +126,10 @@ class MemoryCount(TorchDispatchMode):
         """The most since this was asked last."""
         high, self._high = self._high, self.live_bytes
         return high
+
+    def reach(self, nbytes: int) -> None:
+        """Counts as if so many bytes had been alive for a moment."""
+        self._high, self.peak_bytes = max(self._high, nbytes), max(self.peak_bytes, nbytes)
 
     def leave_out(self, tensors: Iterable[torch.Tensor]) -> None:
         """Says that the storages of these that aren't counted are none of the activations."""
@@ -155,7 +168,8 @@ class Tracer(MemoryCount):
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._weights: dict[Any, torch.Tensor] = {}  # by entry: its fake hot copy
         self._call: _Recorded | None = None
-        self._real_bytes = _REAL_BYTES
+        self.real_bytes = _REAL_BYTES  # results of real tensors up to this size are real
+        self._blind = False
         self._traced: dict[str, tuple[Trace, Any]] = {}
 
     def call(
@@ -187,7 +201,7 @@ class Tracer(MemoryCount):
         self, name: str, run: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> tuple[Trace, Any]:
         for real_bytes in (_REAL_BYTES, _REAL_BYTES_IN_NEED):
-            self._real_bytes = real_bytes
+            self.real_bytes = real_bytes
             self._call = call = _Recorded(self)
             try:
                 fake_args, fake_kwargs = _mapped((list(args), kwargs), torch.Tensor, self._entering)
@@ -203,11 +217,58 @@ class Tracer(MemoryCount):
         else:
             raise TraceError(f"{name} needs values that aren't known before it runs ({reason}).")
         output = sum({storage._cdata: storage.nbytes() for storage in storages}.values())
-        return Trace(tuple(call.weights.values()), tuple(call.stretches), output), shapes
+        return Trace(tuple(call.weights.values()), _joined(call.stretches), output), shapes
+
+    @property
+    def is_tracing(self) -> bool:
+        return self._call is not None
+
+    @property
+    def call_began_with(self) -> int:
+        """Bytes that were alive when the call began; its peaks are above them."""
+        assert self._call is not None
+        return self._call.before
+
+    def recorded(self) -> list[tuple[Use | None, Stretch]]:
+        """What the call did so far: stretches, and what began each."""
+        assert self._call is not None
+        self._call.cut()
+        return list(zip(self._call.uses, self._call.stretches, strict=True))
+
+    def tell(self, part: Iterable[tuple[Use | None, Stretch]]) -> None:
+        """Records stretches without running them. Their `peak_bytes` is above what is there now."""
+        assert self._call is not None
+        if self._poll is not None:
+            self._poll()
+        for use, stretch in part:
+            self._call.use(use)
+            self.reach(self.live_bytes + stretch.peak_bytes)
+            self._call.told(stretch)
+        self._call.use(None)
+
+    def fake(self, nbytes: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A new storage without memory, counted, as a flat tensor of `dtype`."""
+        with self._unseen(), self._fake:
+            flat = torch.empty(nbytes // dtype.itemsize, dtype=dtype, device=device)
+        self.made(flat)
+        return flat
+
+    def fake_view(self, flat: torch.Tensor, shape: Any, stride: Any, offset: int) -> torch.Tensor:
+        """A view of a flat tensor, without an operator."""
+        with self._unseen(), self._fake:
+            return flat.as_strided(shape, stride, offset)
+
+    @contextlib.contextmanager
+    def _unseen(self) -> Iterator[None]:
+        self._blind = True
+        try:
+            yield
+        finally:
+            self._blind = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func.namespace == "prim":  # only asks for a device or a layout
+        if self._blind or func.namespace == "prim":  # the latter only ask for a device or a layout
             return func(*args, **kwargs)
         if self._call is None:
             return super().__torch_dispatch__(func, types, args, kwargs)
@@ -240,7 +301,7 @@ class Tracer(MemoryCount):
             return func(*args, **kwargs)
         with self._fake:
             fake = func(*args, **kwargs)
-        if sum(tensor.nbytes for tensor in _tensors(fake)) > self._real_bytes:
+        if sum(tensor.nbytes for tensor in _tensors(fake)) > self.real_bytes:
             return fake
         return func(*args, **kwargs)
 
@@ -248,7 +309,7 @@ class Tracer(MemoryCount):
         """An argument as the traced code gets it."""
         is_whole = not (tensor.is_floating_point() or tensor.is_complex())
         few = tensor.numel() <= _STEERING_FLOATS or (is_whole and tensor.nbytes <= _STEERING_BYTES)
-        needed = self._real_bytes > _REAL_BYTES and tensor.nbytes <= self._real_bytes
+        needed = self.real_bytes > _REAL_BYTES and tensor.nbytes <= self.real_bytes
         return tensor if few or needed or isinstance(tensor, StreamedWeight) else self._as_fake(tensor)
 
     def _as_fake(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -273,29 +334,35 @@ class Tracer(MemoryCount):
         if self._poll is not None:
             self._poll()
         looked_up = func in _LOOKUPS and args[0] is weights[0] and weights[0]._entry.layout.rows_lie_together
-        self._call.use([weight._entry for weight in weights], looked_up)
+        self._call.use(Use(tuple(weight._entry for weight in weights), looked_up))
 
 
 class _Recorded:
-    """A trace that is being made."""
+    """A trace that is being made. uses: what began each stretch."""
 
     def __init__(self, count: MemoryCount) -> None:
         self.weights: dict[Any, TracedWeight] = {}
         self.stretches: list[Stretch] = []
-        self._count, self._before = count, count.live_bytes
+        self.uses: list[Use | None] = []
+        self._count, self.before = count, count.live_bytes
         self._places: dict[Any, int] = {}
+        self._begun_by: Use | None = None
         self._used: tuple[int, ...] = ()
         self._flops = self._moved = self._operators = 0
         count.high_bytes()
 
-    def use(self, entries: Sequence[Any], looked_up: bool) -> None:
+    def use(self, use: Use | None) -> None:
+        """Begins a stretch."""
         self.cut()
-        for entry in entries:
+        if use is None:
+            return
+        for entry in use.entries:
             known = self.weights.get(entry)
             self._places.setdefault(entry, len(self._places))
-            rows = looked_up and (known is None or known.lookup_only)
+            rows = use.looked_up and (known is None or known.lookup_only)
             self.weights[entry] = TracedWeight(entry.name, entry.nbytes, rows)
-        self._used = tuple(dict.fromkeys(self._places[entry] for entry in entries if not looked_up))
+        self._begun_by = use
+        self._used = () if use.looked_up else tuple(dict.fromkeys(self._places[entry] for entry in use.entries))
 
     def add(self, func: Any, args: Any, kwargs: Any, result: Any, tensors: Sequence[torch.Tensor]) -> None:
         self._operators += 1
@@ -307,12 +374,37 @@ class _Recorded:
         read = 0 if func in _LOOKUPS else sum(tensor.nbytes for tensor in tensors)
         self._moved += read + sum(tensor.nbytes for tensor in _tensors(result))
 
+    def told(self, stretch: Stretch) -> None:
+        """Adds what a stretch did."""
+        self._flops, self._moved = self._flops + stretch.flops, self._moved + stretch.moved_bytes
+        self._operators += stretch.operators
+
     def cut(self) -> None:
         """Ends a stretch."""
-        high = self._count.high_bytes() - self._before
-        if self._used or self._operators:
+        high = self._count.high_bytes() - self.before
+        if self._begun_by is not None or self._operators:
             self.stretches.append(Stretch(self._used, self._flops, self._moved, self._operators, high))
-        self._used, self._flops, self._moved, self._operators = (), 0, 0, 0
+            self.uses.append(self._begun_by)
+        self._begun_by, self._used = None, ()
+        self._flops = self._moved = self._operators = 0
+
+
+def _joined(stretches: Iterable[Stretch]) -> tuple[Stretch, ...]:
+    """Those that begin without a weight belong to the one before."""
+    joined: list[Stretch] = []
+    for stretch in stretches:
+        if stretch.weights or not joined:
+            joined.append(stretch)
+            continue
+        last = joined[-1]
+        joined[-1] = Stretch(
+            last.weights,
+            last.flops + stretch.flops,
+            last.moved_bytes + stretch.moved_bytes,
+            last.operators + stretch.operators,
+            max(last.peak_bytes, stretch.peak_bytes),
+        )
+    return tuple(joined)
 
 
 def _without_masks(indices: Sequence[Any]) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +21,7 @@ from offload_core.phases._ports import ENTRY_POINTS
 from offload_core.phases._tiling import tile
 from offload_core.tiny_models import FAMILIES
 from offload_core.trace import MemoryCount, Trace, Tracer
+from offload_core.trace_blocks import repeated_blocks
 from staging import OTHERS, PROMISED, tiny_model
 
 CPU = torch.device("cpu")
@@ -241,3 +243,66 @@ def _noting(asked: list[Any], method: Callable[..., Any]) -> Callable[..., Any]:
         method(self, component, name, run, args, kwargs)
 
     return noted
+
+
+class Block(nn.Module):
+    times = 0
+
+    def __init__(self, scale: float = 1.0) -> None:
+        super().__init__()
+        self.first, self.second, self.scale = nn.Linear(16, 64), nn.Linear(64, 16), scale
+
+    def forward(self, x: torch.Tensor, kept: list[torch.Tensor] | None = None) -> torch.Tensor:
+        Block.times += 1
+        y = self.second(torch.relu(self.first(x))) * self.scale
+        if kept is not None:
+            kept.append(y + 1)
+        if self.scale == 2.0:
+            x += 1
+        return x.view(-1) if self.scale == 3.0 else x + y
+
+
+class Stack(nn.Module):
+    def __init__(self, *scales: float) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(scale) for scale in scales)
+
+    def forward(self, x: torch.Tensor, kept: list[torch.Tensor] | None = None) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x, kept).view(8, 16)
+        return x
+
+
+@pytest.mark.parametrize(
+    ("scales", "kept", "times"),
+    [
+        ((1.0, 1.0, 1.0), None, 1),
+        ((1.0, 0.5, 1.0), None, 2),  # settings differ
+        ((2.0, 2.0), None, 2),  # an argument is changed
+        ((3.0, 3.0), None, 2),  # the result is a view of one
+        ((1.0, 1.0), [], 2),  # something is kept
+    ],
+)
+def test_blocks_that_are_alike_are_traced_once_where_that_is_the_same(
+    scales: tuple[float, ...], kept: list[torch.Tensor] | None, times: int
+) -> None:
+    module = cold(Stack(*scales))
+
+    def trace(watched: list[nn.Module]) -> Trace:
+        tracer, here = Tracer(), None if kept is None else []
+        with repeated_blocks(watched, tracer), tracer, torch.no_grad():
+            Block.times = 0
+            return tracer.trace("module", module, (torch.zeros(8, 16), here), {})
+
+    expected = trace([])
+    assert Block.times == len(scales)
+    assert trace([module]) == expected
+    assert Block.times == times
+    assert all("forward" not in vars(block) for block in module.blocks)
+
+
+@pytest.mark.parametrize("name", FAMILIES_IN_TURN)
+def test_telling_blocks_again_gives_the_trace_of_every_family(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = foretold(name)
+    monkeypatch.setattr(_foresee, "repeated_blocks", lambda *_: contextlib.nullcontext())
+    assert told == foretold(name)

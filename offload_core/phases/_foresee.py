@@ -16,6 +16,7 @@ from ..plan import ComponentJob, PhaseJob
 from ..session import Session
 from ..streaming import part_sizes
 from ..trace import Trace, Tracer
+from ..trace_blocks import repeated_blocks
 from ._cold import forget_method_caches
 from ._components import Component
 from ._decode import ENCODER_HALF, TILE_SIZES
@@ -102,7 +103,7 @@ class _Watch:
     def watching(self, phase: Phase) -> Iterator[None]:
         phase.on_step = self.step
         try:
-            with self.tracer:
+            with repeated_blocks(phase.modules.values(), self.tracer), self.tracer:
                 yield
         finally:
             self.tracer.forget()
