@@ -31,6 +31,9 @@ _HOME = {
     "load": "phases",
     "open_phase": "phases",
     "Foresight": "foresight",
+    "foresee_decode": "foresight",
+    "foresee_denoise": "foresight",
+    "foresee_encode": "foresight",
     "foresee_job": "foresight",
     "Plan": "plan",
     "PurgeReport": "_purge",
@@ -77,7 +80,7 @@ if TYPE_CHECKING:
         RecordError,
         TraceError,
     )
-    from .foresight import Foresight, foresee_job
+    from .foresight import Foresight, foresee_decode, foresee_denoise, foresee_encode, foresee_job
     from .phases import (
         Embeds,
         Handle,

@@ -71,12 +71,12 @@ def run(args: argparse.Namespace, terminal: Terminal) -> None:
 def plan_first(
     terminal: Terminal, session: Any, args: argparse.Namespace, settings: Any, negative: Any, **options: Any
 ) -> Any:
-    """A plan for the job of `generate` that is about to run, told in one line; None if there is none to go by."""
+    """What is foreseen for the job of `generate` that is about to run, told in one line; None if it isn't to go by."""
     import offload_core
 
     from .plan_table import plan_line
 
-    settings = replace(settings, execution_device=args.device)
+    settings = replace(settings, execution_device=args.device, vae_tiling=args.tiling)
     asked = {"seed": args.seed, **options}
     try:
         found = offload_core.foresee_job(
@@ -86,7 +86,7 @@ def plan_first(
         terminal.note(f"No plan: {error}")
         return None
     terminal.note(plan_line(found.plan))
-    return found.plan if found.plan.fits else None
+    return found if found.plan.fits else None
 
 
 def _call(args: argparse.Namespace) -> dict[str, Any]:

@@ -144,14 +144,17 @@ def _generate(args: argparse.Namespace, terminal: Terminal) -> None:
         negative = args.negative_prompt
         if negative is None and handle.guidance_name == "true_cfg_scale":
             negative = ""  # true CFG does nothing without one
-        plan = None
+        found = None
         if not args.no_plan:
             from ._plan_command import plan_first
 
-            plan = plan_first(terminal, session, args, settings, negative, **options)
+            found = plan_first(terminal, session, args, settings, negative, **options)
+        plan = found.plan if found is not None else None
         embeds = offload_core.encode(handle, args.prompt, negative, session=session, plan=plan)
         latents = offload_core.denoise(handle, embeds, seed=args.seed, session=session, plan=plan, **options)
         images = offload_core.decode(handle, latents, output_type="pil", tiling=args.tiling, session=session, plan=plan)
+        if found is not None:
+            found.learn(session.report)
     if video:
         frames = images if isinstance(images[0], (list, tuple)) else [images]
         written = files.write_files(files.video_writers(args.output, frames))

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .devices import resolve_device
 from .known import KnownMachine, KnownModel, described_source, known_machine, known_model
+from .learnt import Learnt, corrected, dtype_of
 from .limits import Memory, auto_device_budget, auto_host_budget, parse_budget
 from .plan import Limits, PhaseJob, Plan, plan_job
 from .rates import measured_rates, rates_of
 from .settings import OffloadSettings
+from .small_files import cache_folder
+from .trace_store import TraceStore, asked_embeds, asked_of, asked_plain, asked_values
 
 if TYPE_CHECKING:
     from .model_source import ModelSource
-    from .phases import Handle, PhaseTrace
+    from .phases import Embeds, Handle, Latents, PhaseTrace
     from .plan import Rates
+    from .report import RunReport
     from .session import Session
 
 # Of a machine that isn't this one: what its desktop and driver keep of the card, and the RAM that is assumed.
@@ -32,13 +37,24 @@ USUAL_PROMPT = "a lighthouse on a cliff at dusk, waves below it, warm light in i
 
 @dataclass(frozen=True)
 class Foresight:
-    """A plan and what it stands on. traces: of each phase as it is planned."""
+    """A plan and what it stands on. traces: of each phase as it is planned. family: the pipeline's class, under which
+    `learn` keeps what runs teach."""
 
     plan: Plan
     traces: tuple[PhaseTrace, ...]
     limits: Limits
     rates: Rates
     model: str
+    family: str = ""
+    learnt: Learnt | None = field(default=None, repr=False, compare=False)
+
+    def learn(self, report: RunReport) -> None:
+        """Compares the plan with a run that followed it, so that the next plan of such a job is nearer. Nothing if the
+        plan was made for another machine."""
+        for trace, planned in zip(self.traces, self.plan.phases, strict=True):
+            ran = next((phase for phase in reversed(report.phases) if phase.name == planned.name), None)
+            if self.learnt is not None and ran is not None and ran.predicted:
+                self.learnt.add(self.family, dtype_of(trace.job), planned, trace.job.correction, ran)
 
 
 def foresee_job(
@@ -68,38 +84,137 @@ def foresee_job(
     device = torch.device("cpu") if machine else resolve_device(settings.execution_device)
     limits = _limits_of(machine, settings) if machine else _limits_here(settings, device)
     rates = rates or (rates_of(machine) if machine else measured_rates(device))
-    with _opened(model, dtype) as (handle, source, defaults, title):
+    learnt = None if machine else Learnt(device, rates)
+    with _opened(model, dtype, settings) as (handle, source, defaults, title):
         from .phases import foresee
 
         call = {**defaults, **pipeline_kwargs}
         prompt = USUAL_PROMPT if prompt is None else prompt
-        ways = foresee(handle, prompt, negative_prompt, source=source, session=session, **call)
-        asked: list[list[PhaseTrace]] = [[] for _ in ways]
-        plan = plan_job([_noted(phase, into) for phase, into in zip(ways, asked, strict=True)], limits, rates)
-    return Foresight(plan, tuple(traced[-1] for traced in asked), limits, rates, title)
+
+        @functools.cache
+        def traced() -> tuple[Iterable[PhaseTrace], ...]:
+            return foresee(handle, prompt, negative_prompt, source=source, session=session, **call)
+
+        asked = [*asked_of(handle), prompt, negative_prompt, asked_values(call)]
+        store = TraceStore(cache_folder() / "traces")
+        ways = [
+            store.ways([name, *asked], lambda place=place: traced()[place])  # type: ignore[misc]
+            for place, name in enumerate(("encode", "denoise", "decode"))
+        ]
+        return _planned(ways, limits, rates, title, handle.pipeline, learnt)
 
 
-def _noted(ways: Iterable[PhaseTrace], into: list[PhaseTrace]) -> Iterator[PhaseJob]:
-    """Ways to do a phase as far as they are asked for."""
+def foresee_encode(
+    handle: Handle,
+    prompt: Any,
+    negative_prompt: Any = None,
+    *,
+    rates: Rates | None = None,
+    session: Session | None = None,
+    **pipeline_kwargs: Any,
+) -> Foresight:
+    """What `encode` with these arguments will take. See `foresee_job`; raises what `encode` does."""
+    from .phases import trace_encode
+
+    def trace(here: Handle) -> Iterable[PhaseTrace]:
+        yield trace_encode(here, prompt, negative_prompt, session=session, **pipeline_kwargs)
+
+    return _phase(handle, "encode", [prompt, negative_prompt, asked_values(pipeline_kwargs)], trace, rates)
+
+
+def foresee_denoise(
+    handle: Handle,
+    embeds: Embeds,
+    *,
+    seed: int = 0,
+    rates: Rates | None = None,
+    session: Session | None = None,
+    **pipeline_kwargs: Any,
+) -> Foresight:
+    """What `denoise` with these arguments will take. See `foresee_job`; raises what `denoise` does for its call."""
+    from .phases import trace_denoise
+
+    def trace(here: Handle) -> Iterable[PhaseTrace]:
+        yield trace_denoise(here, embeds, seed=seed, session=session, **pipeline_kwargs)
+
+    return _phase(handle, "denoise", [asked_embeds(embeds), asked_values(pipeline_kwargs)], trace, rates)
+
+
+def foresee_decode(
+    handle: Handle,
+    latents: Latents,
+    *,
+    tiling: str | None = None,
+    rates: Rates | None = None,
+    session: Session | None = None,
+) -> Foresight:
+    """What `decode` of these latents will take, whole or in the first tiles that fit. See `foresee_job`."""
+    from .phases import trace_decode
+
+    asked = [latents.component, latents.dtype, asked_plain(latents.decode), tiling or handle.settings.vae_tiling]
+    return _phase(
+        handle, "decode", asked, lambda here: trace_decode(here, latents, tiling=tiling, session=session), rates
+    )
+
+
+def _phase(
+    handle: Handle,
+    name: str,
+    asked: list[Any],
+    trace: Callable[[Handle], Iterable[PhaseTrace]],
+    rates: Rates | None,
+) -> Foresight:
+    device = handle.device_here()
+    limits = _limits_here(replace(handle.settings, execution_device=str(device)), device)
+    rates = rates or measured_rates(device)
+    here = replace(handle, device="cpu")
+    ways = TraceStore(cache_folder() / "traces").ways([name, *asked_of(handle), *asked], lambda: trace(here))
+    title = os.path.basename(handle.model)
+    return _planned([ways], limits, rates, title, handle.pipeline, Learnt(device, rates))
+
+
+def _planned(
+    phases: Sequence[Iterable[PhaseTrace]],
+    limits: Limits,
+    rates: Rates,
+    title: str,
+    family: str,
+    learnt: Learnt | None,
+) -> Foresight:
+    seen: list[list[PhaseTrace]] = [[] for _ in phases]
+    jobs = [_noted(ways, into, learnt, family) for ways, into in zip(phases, seen, strict=True)]
+    plan = plan_job(jobs, limits, rates)
+    return Foresight(plan, tuple(traced[-1] for traced in seen), limits, rates, title, family, learnt)
+
+
+def _noted(
+    ways: Iterable[PhaseTrace], into: list[PhaseTrace], learnt: Learnt | None, family: str
+) -> Iterator[PhaseJob]:
+    """Ways to do a phase as far as they are asked for, with what is known of such ones."""
     for way in ways:
+        way = replace(way, job=corrected(way.job, learnt, family))
         into.append(way)
         yield way.job
 
 
 @contextlib.contextmanager
 def _opened(
-    model: str | os.PathLike[str], dtype: str
+    model: str | os.PathLike[str], dtype: str, settings: OffloadSettings
 ) -> Iterator[tuple[Handle, ModelSource | None, dict[str, Any], str]]:
     """A handle for tracing on the CPU. A folder goes before a known model of the same name."""
     from .phases import Handle, load
 
     known = known_model(str(model)) if not os.path.isdir(model) else None
     if known is None:
-        handle = load(model, device="cpu", dtype=dtype)
+        handle = load(model, device="cpu", dtype=dtype, settings=settings)
         yield handle, None, {}, os.path.basename(handle.model)
         return
     with described_source(known) as source:
-        yield Handle(str(source.root), source.fingerprint, known.pipeline, "cpu", dtype), source, *_defaults(known)
+        yield (
+            Handle(str(source.root), source.fingerprint, known.pipeline, "cpu", dtype, settings),
+            source,
+            *_defaults(known),
+        )
 
 
 def _defaults(known: KnownModel) -> tuple[dict[str, Any], str]:

@@ -46,6 +46,12 @@ class Rates:
     shares_compute: float = 0.0
     source: str = ""
 
+    def slower(self, factor: float) -> Rates:
+        """The same machine where computing takes `factor` times as long."""
+        flops = {dtype: rate / factor for dtype, rate in self.flops.items()}
+        memory = self.memory_bytes_per_s / factor
+        return replace(self, flops=flops, memory_bytes_per_s=memory, operator_s=self.operator_s * factor)
+
     def compute_s(self, stretch: Stretch, dtype: str) -> float:
         """Seconds of a stretch whose weights are there."""
         rate = self.flops.get(dtype) or min(self.flops.values())
@@ -75,14 +81,27 @@ class ComponentJob:
 
 
 @dataclass(frozen=True)
+class Correction:
+    """What runs of such a phase taught about its plan. compute: its seconds by so much; overhead_s: seconds beside
+    weights and compute; activations: their bytes on an accelerator by so much."""
+
+    compute: float = 1.0
+    overhead_s: float = 0.0
+    activations: float = 1.0
+
+
+@dataclass(frozen=True)
 class PhaseJob:
-    """A phase as a plan sees it. steps: of the denoiser, 0 elsewhere. tile: pixels of the VAE's tiles, if it tiles."""
+    """A phase as a plan sees it. steps: of the denoiser, 0 elsewhere. tile: pixels of the VAE's tiles, if it tiles.
+    assumed: what its traces took for granted, as sentences."""
 
     name: str
     activation_bytes: int
     components: tuple[ComponentJob, ...]
     steps: int = 0
     tile: int | None = None
+    assumed: tuple[str, ...] = ()
+    correction: Correction = Correction()
 
 
 @dataclass(frozen=True)
@@ -129,6 +148,7 @@ class PhasePlan:
     seconds: float
     components: tuple[ComponentPlan, ...]
     tile: int | None = None
+    steps: int = 0
     reasons: tuple[str, ...] = ()
 
 
@@ -182,6 +202,7 @@ def predicted_figures(phase: PhasePlan) -> dict[str, float]:
         "device_peak_bytes": phase.device_peak_bytes,
         "streamed_bytes": sum(c.weights.streamed_bytes * c.times for c in phase.components),
         "seconds": phase.seconds,
+        "step_s": phase.step_s if phase.steps else 0.0,
     }
 
 
@@ -189,7 +210,8 @@ def activations_on(job: PhaseJob, limits: Limits) -> int:
     """Bytes that a phase's activations take of the execution device."""
     if limits.on_cpu:
         return job.activation_bytes
-    return int(job.activation_bytes * (1 + FRAGMENTED_SHARE)) + WORKSPACE_BYTES
+    stated = job.activation_bytes * (1 + FRAGMENTED_SHARE) + WORKSPACE_BYTES
+    return int(stated * job.correction.activations)
 
 
 def plan_job(phases: Iterable[Iterable[PhaseJob]], limits: Limits, rates: Rates) -> Plan:
@@ -197,8 +219,12 @@ def plan_job(phases: Iterable[Iterable[PhaseJob]], limits: Limits, rates: Rates)
     tiles): the first that fits is taken, and no further one is asked for."""
     plans, jobs = [], []
     for ways in phases:
-        for job in ways:
+        for number, job in enumerate(ways):
             plan = _plan_phase(job, limits, rates)
+            if number and job.tile:
+                budget = human_bytes(limits.device_bytes)
+                tiled = f"The picture is decoded in tiles of {job.tile} pixels: whole, it doesn't fit {budget}."
+                plan = replace(plan, reasons=(tiled, *plan.reasons))
             if plan.fits:
                 break
         plans.append(plan)
@@ -238,6 +264,7 @@ def _place(component: ComponentJob, room: int, limits: Limits, ring: int, others
 
 
 def _plan_phase(job: PhaseJob, limits: Limits, rates: Rates) -> PhasePlan:
+    rates = rates.slower(job.correction.compute)
     least = smallest_budget(job, limits)
     fits = least <= limits.device_bytes
     activations = activations_on(job, limits)
@@ -247,7 +274,7 @@ def _plan_phase(job: PhaseJob, limits: Limits, rates: Rates) -> PhasePlan:
     for component in job.components:
         weights = held.add(component)
         components.append(_timed(component, weights, held.ring, limits, rates))
-    seconds = sum(component.seconds for component in components)
+    seconds = sum(component.seconds for component in components) + job.correction.overhead_s
     passes = sum(component.times * component.pass_s for component in components)
     load = sum(max(component.first_s - component.pass_s, 0.0) for component in components if component.times)
     count = job.steps or 1
@@ -267,6 +294,7 @@ def _plan_phase(job: PhaseJob, limits: Limits, rates: Rates) -> PhasePlan:
         seconds=seconds,
         components=tuple(components),
         tile=job.tile,
+        steps=job.steps,
         reasons=tuple(_reasons(job, components, held, fits, limits)),
     )
 
@@ -428,8 +456,7 @@ def _reasons(job: PhaseJob, components: Sequence[ComponentPlan], held: _Held, fi
     if not fits:
         least = human_bytes(smallest_budget(job, limits))
         reasons.append(f"{job.name} doesn't fit {budget}: it needs {least} at least.")
-    if job.tile:
-        reasons.append(f"The picture is decoded in tiles of {job.tile} pixels: whole, it doesn't fit {budget}.")
+    reasons += job.assumed
     for component in components:
         weights = component.weights
         if weights.whole:

@@ -6,8 +6,6 @@ what it holds is believed until the machine's processor, device or torch is anot
 
 from __future__ import annotations
 
-import contextlib
-import json
 import logging
 import os
 import platform
@@ -26,6 +24,7 @@ from .errors import OffloadError
 from .file_reader import ReadBuffer, WeightFile
 from .known import KnownMachine
 from .plan import Rates
+from .small_files import cache_folder, read_json, write_json
 
 log = logging.getLogger(__name__)
 
@@ -33,15 +32,6 @@ _LARGEST_PRODUCT, _ELEMENTS, _FILE_BYTES = 8192, 16 << 20, 128 << 20
 # What of a card's published peak its kernels reach on large transformers; and of a slot's and a disk's.
 COMPUTE_SHARE, LINK_SHARE, DISK_SHARE, MEMORY_SHARE = 0.6, 0.8, 0.6, 0.75
 _DISK_BYTES_PER_S, _CACHED_BYTES_PER_S = 3.5e9, 8e9
-
-
-def cache_folder() -> Path:
-    """Where small files that may be made again are kept."""
-    asked = os.environ.get("PHASE_OFFLOAD_CACHE")
-    if asked:
-        return Path(asked)
-    base = os.environ.get("LOCALAPPDATA") if os.name == "nt" else os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "phase-offload"
 
 
 def rates_of(machine: KnownMachine, disk_bytes_per_s: float = _DISK_BYTES_PER_S) -> Rates:
@@ -62,8 +52,8 @@ def rates_of(machine: KnownMachine, disk_bytes_per_s: float = _DISK_BYTES_PER_S)
 def measured_rates(device: torch.device, *, file: Path | None = None) -> Rates:
     """Rates of this machine with `device`: those kept in `file`, else measured now and kept."""
     file = file or cache_folder() / "rates.json"
-    key = _key(device)
-    kept = _read(file)
+    key = machine_key(device)
+    kept = read_json(file)
     if key in kept:
         try:
             return Rates(**kept[key])
@@ -71,7 +61,7 @@ def measured_rates(device: torch.device, *, file: Path | None = None) -> Rates:
             log.warning("%s has no usable rates for this machine; they are measured again.", file)
     rates = measure(device, file.parent)
     kept[key] = asdict(rates)
-    _write(file, kept)
+    write_json(file, kept, indent=2)
     return rates
 
 
@@ -164,24 +154,7 @@ def _read_rate(path: Path, *, direct: bool) -> float:
     return max(rates)
 
 
-def _key(device: torch.device) -> str:
+def machine_key(device: torch.device) -> str:
+    """A name of this machine with `device`, for what was measured on it."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     return f"{device.type} {name} {os.cpu_count()} torch {torch.__version__}"
-
-
-def _read(file: Path) -> dict[str, Any]:
-    try:
-        kept = json.loads(file.read_text("utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return kept if isinstance(kept, dict) else {}
-
-
-def _write(file: Path, data: dict[str, Any]) -> None:
-    """Whole or not at all; that nothing can be kept is no reason to fail."""
-    with contextlib.suppress(OSError):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=file.parent, suffix=".part")
-        with os.fdopen(handle, "w", encoding="utf-8") as part:
-            json.dump(data, part, indent=2)
-        os.replace(name, file)

@@ -20,8 +20,10 @@ class PhaseReport:
     forwards: calls of each component that ran, by name. notes: sentences worth knowing (a fallback, a retry).
     device_budget_bytes: what the phase could take of the execution device for weights and activations;
     reserved_peak_bytes: what it reserved of that at most. streamed_bytes: bytes of weights that were brought for one
-    use and let go. stall_s: seconds that compute waited for weights. predicted: what a plan said before, if there was
-    one: device_peak_bytes (beside reserved_peak_bytes), streamed_bytes and seconds.
+    use and let go. stall_s: seconds that compute waited for weights. forward_s: seconds in calls of each component,
+    loading left out (on an accelerator as far as the host waited for it). step_s: seconds of the median step of the
+    denoiser but the first, 0 where there is none. predicted: what a plan said before, if there was one:
+    device_peak_bytes (beside reserved_peak_bytes), streamed_bytes, seconds (beside wall_s) and step_s.
     """
 
     name: str
@@ -39,6 +41,8 @@ class PhaseReport:
     reserved_peak_bytes: int = 0
     streamed_bytes: int = 0
     stall_s: float = 0.0
+    forward_s: dict[str, float] = field(default_factory=dict)
+    step_s: float = 0.0
     predicted: dict[str, float] = field(default_factory=dict)
 
 

@@ -68,11 +68,12 @@ class Stretch:
 
 @dataclass(frozen=True)
 class Trace:
-    """One call. output_bytes: of what it returned."""
+    """One call. output_bytes: of what it returned. assumed: what was taken for granted, as a sentence, if anything."""
 
     weights: tuple[TracedWeight, ...]
     stretches: tuple[Stretch, ...] = field(repr=False)
     output_bytes: int
+    assumed: str = ""
 
     @property
     def peak_bytes(self) -> int:

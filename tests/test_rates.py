@@ -50,9 +50,9 @@ def test_a_damaged_file_is_measured_anew(content: str, tmp_path: Path, monkeypat
     made = rates.rates_of(known_machine("rtx4060-8gb"))
     monkeypatch.setattr(rates, "measure", lambda *_: made)
     file = tmp_path / "rates.json"
-    file.write_text(json.dumps({rates._key(CPU): {"other": 1}}) if content == "KEY" else content, "utf-8")
+    file.write_text(json.dumps({rates.machine_key(CPU): {"other": 1}}) if content == "KEY" else content, "utf-8")
     assert rates.measured_rates(CPU, file=file) == made
-    assert json.loads(file.read_text("utf-8"))[rates._key(CPU)] == asdict(made)
+    assert json.loads(file.read_text("utf-8"))[rates.machine_key(CPU)] == asdict(made)
 
 
 def test_a_folder_that_cannot_be_written_is_no_reason_to_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

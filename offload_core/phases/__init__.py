@@ -3,7 +3,7 @@
 from ._decode import decode, latents_from_samples
 from ._denoise import check_denoise, denoise
 from ._encode import encode
-from ._foresee import PhaseTrace, TracedCall, foresee
+from ._foresee import PhaseTrace, TracedCall, foresee, trace_decode, trace_denoise, trace_encode
 from ._handle import Handle, load
 from ._loras import Lora
 from ._records import Embeds, Latents
@@ -25,4 +25,7 @@ __all__ = [
     "latents_from_samples",
     "load",
     "open_phase",
+    "trace_decode",
+    "trace_denoise",
+    "trace_encode",
 ]

@@ -25,7 +25,7 @@ OUTPUT_TYPES = ("pil", "np", "pt")
 TILE_SIZES: dict[str, tuple[int | None, ...]] = {
     "off": (None,),
     "on": (TILE_PIXELS,),
-    "auto": (None, TILE_PIXELS, TILE_PIXELS // 2),
+    "auto": (None, TILE_PIXELS, TILE_PIXELS // 2, TILE_PIXELS // 4),
 }
 ENCODER_HALF = ("encoder", "quant_conv")
 

@@ -53,8 +53,7 @@ def denoise(
     source = handle.source()
     _check_seed(seed)
     _check_embeds(handle, source, embeds)
-    call = {**model_defaults(source), **from_plain(embeds.call, torch.device("cpu")), **pipeline_kwargs}
-    call = one_negative_each(call)
+    call = one_negative_each(denoise_call(source, embeds, pipeline_kwargs))
     check_call(pipeline_class(source), call)
     try:
         return _run(handle, source, embeds.records, call, seed, session, plan=plan)
@@ -69,6 +68,11 @@ def denoise(
         return _run(handle, source, again.records, call, seed, session, note, plan)
     except RecordMissing as missing:
         raise MissingRecordError(_missing_sentence(embeds, call, missing.component)) from None
+
+
+def denoise_call(source: ModelSource, embeds: Embeds, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of the pipeline's call: the caller's, what Encode was given, the model's defaults."""
+    return {**model_defaults(source), **from_plain(embeds.call, torch.device("cpu")), **kwargs}
 
 
 def check_denoise(handle: Handle, *, seed: int = 0, **pipeline_kwargs: Any) -> None:

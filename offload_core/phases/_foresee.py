@@ -20,13 +20,13 @@ from ..trace_blocks import repeated_blocks
 from ._cold import forget_method_caches
 from ._components import Component
 from ._decode import ENCODER_HALF, TILE_SIZES
-from ._denoise import check_size, collect_latents, denoise_ports
+from ._denoise import check_size, collect_latents, denoise_call, denoise_ports
 from ._encode import encode_call, encode_ports, force_guidance, friendly_errors, one_negative_each
 from ._handle import Handle, model_defaults
 from ._pipeline import check_call
-from ._plain import from_plain
+from ._plain import RecordMissing, from_plain
 from ._ports import CapturePort, PhaseDone, Port, Records, ReplayPort, StopPort
-from ._records import Latents, plain_call
+from ._records import Embeds, Latents, plain_call
 from ._scope import OpenPhase, Phase
 from ._tiling import tile
 
@@ -71,12 +71,46 @@ def foresee(
     """
     source = source or handle.source()
     call = encode_call(source, prompt, negative_prompt, pipeline_kwargs)
-    records, poll = Records(), (session or Session()).observer.check_interrupt
+    records, poll = Records(), _poll(session)
     encoded = _encode(handle, source, call, records, poll)
     run = one_negative_each({**model_defaults(source), **call})
     check_call(pipeline_class(source), run)
     denoised, latents = _denoise(handle, source, run, records, seed, poll)
-    return (encoded,), (denoised,), _decode(handle, source, latents, poll)
+    return (encoded,), (denoised,), _decode(handle, source, latents, handle.settings.vae_tiling, poll)
+
+
+def trace_encode(
+    handle: Handle, prompt: Any, negative_prompt: Any = None, *, session: Session | None = None, **pipeline_kwargs: Any
+) -> PhaseTrace:
+    """What `encode` would do for these arguments. See `foresee`."""
+    source = handle.source()
+    call = encode_call(source, prompt, negative_prompt, pipeline_kwargs)
+    return _encode(handle, source, call, Records(), _poll(session))
+
+
+def trace_denoise(
+    handle: Handle, embeds: Embeds, *, seed: int = 0, session: Session | None = None, **pipeline_kwargs: Any
+) -> PhaseTrace:
+    """What `denoise` would do for these arguments. See `foresee`."""
+    source, records, poll = handle.source(), Records(embeds.records), _poll(session)
+    call = one_negative_each(denoise_call(source, embeds, pipeline_kwargs))
+    check_call(pipeline_class(source), call)
+    try:
+        return _denoise(handle, source, call, records, seed, poll)[0]
+    except RecordMissing:  # denoise would run the encoders again
+        _encode(handle, source, call, records, poll)
+        return _denoise(handle, source, call, records, seed, poll)[0]
+
+
+def trace_decode(
+    handle: Handle, latents: Latents, *, tiling: str | None = None, session: Session | None = None
+) -> Iterator[PhaseTrace]:
+    """The ways in which `decode` could decode `latents`, each traced when it is asked for. See `foresee`."""
+    return _decode(handle, handle.source(), latents, tiling or handle.settings.vae_tiling, _poll(session))
+
+
+def _poll(session: Session | None) -> Poll:
+    return (session or Session()).observer.check_interrupt
 
 
 class _Watch:
@@ -102,6 +136,8 @@ class _Watch:
     @contextlib.contextmanager
     def watching(self, phase: Phase) -> Iterator[None]:
         phase.on_step = self.step
+        for module in phase.modules.values():
+            _skip_loops_over_rows(module)
         try:
             with repeated_blocks(phase.modules.values(), self.tracer), self.tracer:
                 yield
@@ -116,7 +152,11 @@ class _Watch:
         components = [_component_job(phase.components[name], calls) for name in used]
         if phase.name == "denoise":
             components = _alone(components, phase)
-        return PhaseTrace(PhaseJob(phase.name, self.tracer.peak_bytes, tuple(components), self.steps), calls)
+        assumed = tuple(
+            dict.fromkeys(f"{call.component}: {call.trace.assumed}" for call in calls if call.trace.assumed)
+        )
+        job = PhaseJob(phase.name, self.tracer.peak_bytes, tuple(components), self.steps, assumed=assumed)
+        return PhaseTrace(job, calls)
 
     def _add(self, component: str, name: str, trace: Trace) -> None:
         self._traces[id(trace)] = trace
@@ -160,17 +200,15 @@ def _denoise(
         return watch.result(phase), collect_latents(handle, source, phase, ports, call, seed)
 
 
-def _decode(handle: Handle, source: ModelSource, latents: Latents, poll: Poll) -> Iterator[PhaseTrace]:
-    sizes = dict.fromkeys((*TILE_SIZES["off"], *TILE_SIZES["auto"]))
-    for pixels in sizes:
+def _decode(handle: Handle, source: ModelSource, latents: Latents, tiling: str, poll: Poll) -> Iterator[PhaseTrace]:
+    for pixels in TILE_SIZES[tiling]:
         with OpenPhase(handle, source, "decode", Session()) as phase:
             component = phase.components[latents.component]
             vae: Any = component.module
-            if pixels is not None and not tile(vae, pixels):
+            if pixels is not None and not tile(vae, pixels) and tiling == "auto":
                 return
             component.recast = getattr(torch, latents.dtype)  # an SDXL VAE in float16 is upcast
             vae.to(dtype=component.recast)
-            _skip_blending(vae)
             watch = _Watch(poll)
             with watch.watching(phase):
                 args, kwargs = from_plain(latents.decode, phase.device)
@@ -181,11 +219,20 @@ def _decode(handle: Handle, source: ModelSource, latents: Latents, poll: Poll) -
             yield replace(traced, job=replace(traced.job, tile=pixels))
 
 
-def _skip_blending(vae: Any) -> None:
-    """Tiles are blended row by row, in place: many thousand operators that take no memory worth counting."""
-    for name in ("blend_v", "blend_h", "blend_t"):
-        if hasattr(vae, name):
-            vae.__dict__[name] = lambda above, tile, *_: tile
+def _skip_loops_over_rows(module: nn.Module) -> None:
+    """VAEs blend tiles row by row in place, and one fills its mask so: many thousand operators that take no memory
+    worth counting."""
+    for part in module.modules():
+        for name in ("blend_v", "blend_h", "blend_t"):
+            if hasattr(part, name):
+                part.__dict__[name] = lambda above, tile, *_: tile
+        if hasattr(part, "prepare_causal_attention_mask"):
+            part.__dict__["prepare_causal_attention_mask"] = _mask
+
+
+def _mask(n_frame: int, n_hw: int, dtype: Any, device: Any, batch_size: int | None = None) -> torch.Tensor:
+    mask = torch.zeros(n_frame * n_hw, n_frame * n_hw, dtype=dtype, device=device)
+    return mask if batch_size is None else mask.unsqueeze(0).expand(batch_size, -1, -1)
 
 
 def _traced(ports: dict[str, Port], watch: _Watch) -> dict[str, Port]:

@@ -9,6 +9,7 @@ component itself, of its public methods (`encode`, `decode`, `generate`, ...) an
 from __future__ import annotations
 
 import functools
+import time
 import traceback
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -158,15 +159,22 @@ class Gate:
         self.after_oom: Callable[[], bool] | None = None
         self.depth = 0
         self.forwards = 0
+        self.seconds = 0.0  # in calls from outside, loading left out
 
     def enter(self, module: nn.Module, name: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if self.depth:
             return run(*args, **kwargs)
-        return self.port.call(module, name, functools.partial(self._run, run), args, kwargs)
+        started = time.perf_counter()
+        try:
+            return self.port.call(module, name, functools.partial(self._run, run), args, kwargs)
+        finally:
+            self.seconds += time.perf_counter() - started
 
     def _run(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.before_run is not None:
+            started = time.perf_counter()
             self.before_run()
+            self.seconds -= time.perf_counter() - started
         self.forwards += 1
         self.depth += 1
         try:

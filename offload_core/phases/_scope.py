@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import statistics
 import time
 import traceback
 import weakref
@@ -42,6 +44,7 @@ class Phase:
         self.on_step: Callable[[int, int], None] | None = None  # told of each step, in place of the observer
         self._to_load = 0
         self._arrived = 0
+        self._steps: list[float] = []  # when each began or ended
         self._given_back: list[tuple[weakref.ref[Any], int]] = []
         self._scope: OffloadScope | None = None
         self.traffic = StreamTraffic()
@@ -97,6 +100,7 @@ class Phase:
         return gone > 0
 
     def _step(self, done: int, total: int) -> None:
+        self._steps.append(time.perf_counter())
         if self.on_step is not None:
             self.on_step(done, total)
         else:
@@ -105,6 +109,14 @@ class Phase:
 
     def forwards(self) -> dict[str, int]:
         return {name: c.gate.forwards for name, c in self.components.items() if c.gate.forwards}
+
+    def forward_s(self) -> dict[str, float]:
+        return {name: c.gate.seconds for name, c in self.components.items() if c.gate.forwards}
+
+    def step_s(self) -> float:
+        """Seconds of the median step but the first, which brings what stays; 0 where there are no such steps."""
+        seconds = [end - start for start, end in itertools.pairwise(self._steps)]
+        return statistics.median(seconds) if seconds else 0.0
 
     def close(self) -> int:
         """Gives everything back. Returns the bytes of storages that something outside still holds."""
@@ -224,6 +236,7 @@ class OpenPhase(contextlib.AbstractContextManager[Phase]):
         self._modes.close()
         torch.set_rng_state(self._rng)
         forwards, host, device = phase.forwards(), self._peak.sample(), peak_bytes(phase.device)
+        forward_s, step_s = phase.forward_s(), phase.step_s()
         short = _out_of_memory(phase) if is_out_of_memory(error) else None
         try:
             leaked = phase.close()
@@ -246,6 +259,8 @@ class OpenPhase(contextlib.AbstractContextManager[Phase]):
                 reserved_peak_bytes=phase.traffic.reserved_peak_bytes,
                 streamed_bytes=phase.traffic.streamed_bytes,
                 stall_s=phase.traffic.stall_s,
+                forward_s=forward_s,
+                step_s=step_s,
                 predicted=predicted_figures(phase.plan) if phase.plan is not None else {},
             )
         )
