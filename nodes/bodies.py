@@ -14,6 +14,7 @@ import offload_core
 from offload_core.errors import InputError, OffloadError
 
 from . import schema
+from .foreseen import foreseen
 from .progress import describe_phase
 from .results import NodeResult
 
@@ -70,7 +71,8 @@ def encode_prompt(call: NodeCall, *, model: Any, prompt: str, negative_prompt: s
     An empty negative prompt is the model's own default, but where guidance is true CFG: that does nothing without one.
     """
     negative = negative_prompt or ("" if model.guidance_name == "true_cfg_scale" else None)
-    embeds = offload_core.encode(model, prompt=prompt, negative_prompt=negative, session=call.session)
+    with foreseen(call, offload_core.foresee_encode, model, prompt, negative) as plan:
+        embeds = offload_core.encode(model, prompt, negative, session=call.session, plan=plan)
     _say_how_it_went(call)
     return NodeResult((embeds,))
 
@@ -89,7 +91,8 @@ def denoise(
 ) -> NodeResult:
     """PhaseOffloadDenoise: a LATENT of `batch` pictures. 0 (and a negative guidance) leave the model's own default."""
     options, notes = _pipeline_options(model, steps=steps, guidance=guidance, width=width, height=height, batch=batch)
-    latents = offload_core.denoise(model, embeds, seed=seed, session=call.session, **options)
+    with foreseen(call, offload_core.foresee_denoise, model, embeds, seed=seed, **options) as plan:
+        latents = offload_core.denoise(model, embeds, seed=seed, session=call.session, plan=plan, **options)
     _say_how_it_went(call, *notes)
     return NodeResult(({"samples": latents.samples, RECORD_KEY: latents},))
 
@@ -97,7 +100,8 @@ def denoise(
 def vae_decode(call: NodeCall, *, model: Any, latent: Mapping[str, Any], tiling: str) -> NodeResult:
     """PhaseOffloadVAEDecode: IMAGE [B, H, W, 3], 0 to 1. The frames of videos follow each other in the batch."""
     latents, notes = _latents_to_decode(model, latent)
-    pixels = offload_core.decode(model, latents, output_type="pt", tiling=tiling, session=call.session)
+    with foreseen(call, offload_core.foresee_decode, model, latents, tiling=tiling) as plan:
+        pixels = offload_core.decode(model, latents, "pt", tiling=tiling, session=call.session, plan=plan)
     image = _as_image(pixels).to(**call.state.host.image_placement())
     _say_how_it_went(call, *notes)
     return NodeResult((image,))

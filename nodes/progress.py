@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from offload_core._report_table import describe_streaming, human_bytes
+from offload_core._report_table import describe_prediction, describe_streaming, human_bytes
 from offload_core.report import PhaseReport
 from offload_core.session import Observer, Progress
 
@@ -32,9 +32,11 @@ def describe_progress(event: Progress) -> str:
 
 
 def describe_phase(phase: PhaseReport) -> str:
-    """A line such as "12.3 s, 3.4 GiB of weights, peak 5.0 GiB on cuda:0", then what it streamed, and its notes."""
+    """A line such as "12.3 s, 3.4 GiB of weights, peak 5.0 GiB on cuda:0", then what it streamed, what
+    was foretold, and its notes."""
     line = f"{phase.wall_s:.1f} s, {human_bytes(phase.weight_bytes)} of weights"
     if phase.device_peak_bytes:
         line += f", peak {human_bytes(phase.device_peak_bytes)} on {phase.device}"
     streamed = [describe_streaming(phase)] if phase.streamed_bytes else []
-    return "\n".join((line, *streamed, *phase.notes))
+    foretold = [describe_prediction(phase)] if phase.predicted else []
+    return "\n".join((line, *streamed, *foretold, *phase.notes))

@@ -132,7 +132,9 @@ def foresee_denoise(
     **pipeline_kwargs: Any,
 ) -> Foresight:
     """What `denoise` with these arguments will take. See `foresee_job`; raises what `denoise` does for its call."""
-    from .phases import trace_denoise
+    from .phases import check_embeds, trace_denoise
+
+    check_embeds(handle, handle.source(), embeds)
 
     def trace(here: Handle) -> Iterable[PhaseTrace]:
         yield trace_denoise(here, embeds, seed=seed, session=session, **pipeline_kwargs)
@@ -149,8 +151,9 @@ def foresee_decode(
     session: Session | None = None,
 ) -> Foresight:
     """What `decode` of these latents will take, whole or in the first tiles that fit. See `foresee_job`."""
-    from .phases import trace_decode
+    from .phases import check_latents, trace_decode
 
+    check_latents(handle, handle.source(), latents)
     asked = [latents.component, latents.dtype, asked_plain(latents.decode), tiling or handle.settings.vae_tiling]
     return _phase(
         handle, "decode", asked, lambda here: trace_decode(here, latents, tiling=tiling, session=session), rates

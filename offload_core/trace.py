@@ -171,6 +171,7 @@ class Tracer(MemoryCount):
         self._call: _Recorded | None = None
         self.real_bytes = _REAL_BYTES  # results of real tensors up to this size are real
         self._blind = False
+        self._stop: BaseException | None = None
         self._traced: dict[str, tuple[Trace, Any]] = {}
 
     def call(
@@ -213,6 +214,10 @@ class Tracer(MemoryCount):
                 break
             except _VALUE_ERRORS as error:
                 reason = str(error)
+            except Exception as error:
+                if error is self._stop:
+                    raise
+                raise TraceError(f"{name} can't be traced ({type(error).__name__}: {error}).") from error
             finally:
                 self._call = fake_args = fake_kwargs = result = None
         else:
@@ -239,8 +244,7 @@ class Tracer(MemoryCount):
     def tell(self, part: Iterable[tuple[Use | None, Stretch]]) -> None:
         """Records stretches without running them. Their `peak_bytes` is above what is there now."""
         assert self._call is not None
-        if self._poll is not None:
-            self._poll()
+        self._ask_to_go_on()
         for use, stretch in part:
             self._call.use(use)
             self.reach(self.live_bytes + stretch.peak_bytes)
@@ -330,10 +334,17 @@ class Tracer(MemoryCount):
             self._weights[entry] = fake
         return self._weights[entry]
 
+    def _ask_to_go_on(self) -> None:
+        try:
+            if self._poll is not None:
+                self._poll()
+        except BaseException as error:
+            self._stop = error  # a host's interrupt may be any kind of exception
+            raise
+
     def _use(self, func: Any, weights: Sequence[StreamedWeight], args: Any) -> None:
         assert self._call is not None
-        if self._poll is not None:
-            self._poll()
+        self._ask_to_go_on()
         looked_up = func in _LOOKUPS and args[0] is weights[0] and weights[0]._entry.layout.rows_lie_together
         self._call.use(Use(tuple(weight._entry for weight in weights), looked_up))
 

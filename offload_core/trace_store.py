@@ -97,7 +97,19 @@ def asked_embeds(embeds: Embeds) -> Any:
 
 def asked_plain(plain: Plain) -> list[Any]:
     """Recorded values by their layout; whole numbers (masks, lengths, files of pictures) also by value."""
-    return [plain.structure, [_asked(tensor) for tensor in plain.tensors]]
+    random = set(_generators(plain.structure))
+    return [plain.structure, [_asked(tensor) for place, tensor in enumerate(plain.tensors) if place not in random]]
+
+
+def _generators(node: Any) -> Iterator[int]:
+    """Places of the states of random generators, which decide nothing."""
+    for name, item in node.items() if isinstance(node, dict) else ():
+        if name == "generator":
+            yield item
+        else:
+            yield from _generators(item)
+    for item in node if isinstance(node, list) else ():
+        yield from _generators(item)
 
 
 def _asked(value: Any) -> Any:

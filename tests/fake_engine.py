@@ -77,7 +77,7 @@ class Engine:
         self._note("load", model=str(model), device=device, dtype=dtype, settings=settings)
         return Handle(Path(model).name, device, dtype, settings=settings)
 
-    def foresee_job(self, model: Any, *_: Any, **__: Any) -> None:
+    def foresee(self, *_: Any, **__: Any) -> None:
         raise TraceError("there is no model")
 
     def encode(
@@ -134,8 +134,10 @@ def _generator(seed: int) -> torch.Generator:
 def install(monkeypatch: pytest.MonkeyPatch) -> Engine:
     """Puts a new fake engine in the place of the real one for the rest of the test."""
     engine = Engine()
-    for name in ("load", "foresee_job", "encode", "denoise", "decode", "latents_from_samples", "purge"):
+    for name in ("load", "encode", "denoise", "decode", "latents_from_samples", "purge"):
         monkeypatch.setitem(vars(offload_core), name, getattr(engine, name))  # without importing the real one
+    for name in ("foresee_job", "foresee_encode", "foresee_denoise", "foresee_decode"):
+        monkeypatch.setitem(vars(offload_core), name, engine.foresee)
     return engine
 
 

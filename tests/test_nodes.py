@@ -18,9 +18,11 @@ import pytest
 import torch
 
 import offload_core
-from offload_core.errors import BudgetError, InputError, ModelError, OffloadError, RecordError
+from offload_core.errors import BudgetError, InputError, ModelError, OffloadError, RecordError, TraceError
+from offload_core.plan import Rates
 from offload_core.settings import OffloadSettings
 from offload_core.tiny_models import one_shot, save_tiny
+from offload_core.trace import Tracer
 from phase_offload_nodes.graph_runner import GraphRunner
 from phase_offload_nodes.local_host import GraphInterrupted, LocalHost
 from phase_offload_nodes.model_list import DEMO_MODEL, NO_MODEL, ModelList
@@ -29,6 +31,7 @@ from phase_offload_nodes.state import PackState
 
 Prompt = dict[str, Any]
 SIZE = {"width": 64, "height": 48}
+RATES = Rates({"float32": 1e9}, 1e9, 1e-6, disk_bytes_per_s=1e6, cached_bytes_per_s=1e7)
 
 
 @pytest.fixture(scope="session")
@@ -75,6 +78,10 @@ def graph_of(model: str, **denoise: Any) -> Prompt:
         "decode": node("PhaseOffloadVAEDecode", model=["load", 0], latent=["denoise", 0], tiling="auto"),
         "preview": node("PreviewImage", images=["decode", 0]),
     }
+
+
+def no_plan(*_: Any, **__: Any) -> None:
+    raise TraceError("there is no model")
 
 
 def node(class_type: str, **inputs: Any) -> dict[str, Any]:
@@ -168,11 +175,12 @@ def test_frames_of_a_video_are_a_batch(runner: GraphRunner) -> None:
 def test_defaults_are_left_to_the_model(runner: GraphRunner, monkeypatch: pytest.MonkeyPatch, models: Path) -> None:
     seen: dict[str, Any] = {}
     monkeypatch.setitem(vars(offload_core), "denoise", lambda *a, **k: seen.update(k))
+    monkeypatch.setitem(vars(offload_core), "foresee_denoise", no_plan)
     handle = offload_core.load(models / "sd15")
     arguments = {"model": handle, "embeds": None, "seed": 1, "steps": 0, "guidance": -1.0, "width": 0, "height": 0}
     with pytest.raises(AttributeError):
         call(runner, "PhaseOffloadDenoise", **arguments, batch=1)
-    assert set(seen) == {"seed", "session"}
+    assert set(seen) == {"seed", "session", "plan"}
 
 
 @pytest.mark.parametrize(("guidance", "empty"), [("guidance_scale", None), ("true_cfg_scale", "")])
@@ -182,7 +190,8 @@ def test_an_empty_negative_prompt_is_the_models_own_unless_guidance_needs_one(
     # True CFG silently does nothing without a negative prompt, however high the guidance.
     seen = []
     model = SimpleNamespace(guidance_name=guidance)
-    monkeypatch.setitem(vars(offload_core), "encode", lambda *a, **k: seen.append(k["negative_prompt"]))
+    monkeypatch.setitem(vars(offload_core), "encode", lambda *a, **k: seen.append(a[2]))
+    monkeypatch.setitem(vars(offload_core), "foresee_encode", no_plan)
     for text in ("", " ", "blurry"):
         call(runner, "PhaseOffloadEncodePrompt", model=model, prompt="x", negative_prompt=text)
     assert seen == [empty, " ", "blurry"]
@@ -330,6 +339,45 @@ def test_every_phase_says_how_it_went(runner: GraphRunner, host: SpokenHost) -> 
         assert " s, " in host.said[name] and "of weights" in host.said[name]
 
 
+def test_every_phase_says_its_plan_before_it_loads_and_follows_it(
+    runner: GraphRunner, host: SpokenHost, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The second run of a job of that shape is foreseen without a trace, and with what the first one taught."""
+    monkeypatch.setenv("PHASE_OFFLOAD_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("offload_core.rates.measure", lambda *_: RATES)
+    order: list[tuple[str | None, str]] = []
+    say, traced = host.said.__setitem__, []
+    monkeypatch.setattr(host, "_say", lambda node, text: order.append((node, text)) or say(node, text))
+    trace = Tracer._trace
+    monkeypatch.setattr(Tracer, "_trace", lambda self, *rest: traced.append(rest[0]) or trace(self, *rest))
+    runner.run(graph_of("sd15"))
+    for name in ("encode", "denoise", "decode"):
+        lines = [text for node, text in order if node == name]
+        assert lines[0].startswith("Plan: keeps all weights of a phase resident, peaks at ")
+        assert re.search(r"\ntook .* of device memory \(.* foretold\) and .* s \(.* s foretold\)", lines[-1])
+    phases = runner.state.report.phases
+    assert [phase.reserved_peak_bytes for phase in phases] == [
+        pytest.approx(phase.predicted["device_peak_bytes"], rel=0.03) for phase in phases
+    ]
+    assert "unet" in traced
+    traced.clear()
+    runner.run(graph_of("sd15", seed=8))
+    assert traced == []
+    again = runner.state.report.phases[-2]
+    assert again.name == "denoise" and again.predicted["seconds"] != phases[1].predicted["seconds"]
+
+
+def test_a_phase_that_cannot_be_foreseen_runs_without_a_plan(
+    runner: GraphRunner, host: SpokenHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (whole,) = results_of(runner, graph_of("sd15"))["decode"].values
+    runner.forget()
+    for name in ("foresee_encode", "foresee_denoise", "foresee_decode"):
+        monkeypatch.setitem(vars(offload_core), name, no_plan)
+    (again,) = results_of(runner, graph_of("sd15"))["decode"].values
+    assert torch.equal(whole, again) and "foretold" not in host.said["denoise"]
+
+
 # Models and devices
 
 
@@ -443,6 +491,7 @@ def test_batch_on_a_model_without_it_and_guidance_without_it(
         samples = torch.zeros(1)
 
     monkeypatch.setitem(vars(offload_core), "denoise", lambda *a, **k: Made())
+    monkeypatch.setitem(vars(offload_core), "foresee_denoise", no_plan)
     arguments = {"model": Plain(), "embeds": None, "seed": 1, "steps": 0, "width": 0, "height": 0}
     call(runner, "PhaseOffloadDenoise", **arguments, guidance=3.0, batch=1)
     assert host.said["node"].startswith("This model has no guidance: 3 was not used.")
@@ -467,6 +516,7 @@ def test_out_of_memory_makes_the_host_make_room(
         raise offload_core.InsufficientMemoryError("too big")
 
     monkeypatch.setitem(vars(offload_core), "encode", full)
+    monkeypatch.setitem(vars(offload_core), "foresee_encode", no_plan)
     with pytest.raises(OffloadError, match="too big"):
         model = SimpleNamespace(guidance_name=None)
         call(runner, "PhaseOffloadEncodePrompt", model=model, prompt="x", negative_prompt="")

@@ -1,7 +1,7 @@
 """Phases: a pipeline's own code run in parts, each with only its components loaded. See docs/phases.md."""
 
-from ._decode import decode, latents_from_samples
-from ._denoise import check_denoise, denoise
+from ._decode import check_latents, decode, latents_from_samples
+from ._denoise import check_denoise, check_embeds, denoise
 from ._encode import encode
 from ._foresee import PhaseTrace, TracedCall, foresee, trace_decode, trace_denoise, trace_encode
 from ._handle import Handle, load
@@ -18,6 +18,8 @@ __all__ = [
     "PhaseTrace",
     "TracedCall",
     "check_denoise",
+    "check_embeds",
+    "check_latents",
     "decode",
     "denoise",
     "encode",

@@ -56,7 +56,7 @@ def decode(
     if tiling not in TILE_SIZES:
         raise InputError(f"tiling is {tiling!r}; use auto, on or off.")
     source = handle.source()
-    _check_latents(handle, source, latents)
+    check_latents(handle, source, latents)
     owned = {latents.component} | {name for name, part in models(source) if role_of(part) is Role.TAIL}
     with OpenPhase(handle, source, "decode", session or Session(), owned=owned, plan=plan) as phase:
         component = phase.components[latents.component]
@@ -101,7 +101,8 @@ def latents_from_samples(handle: Handle, samples: torch.Tensor) -> Latents:
     return Latents(handle.pipeline, vae_mark(part), name, str(dtype).removeprefix("torch."), call, layout)
 
 
-def _check_latents(handle: Handle, source: ModelSource, latents: Any) -> None:
+def check_latents(handle: Handle, source: ModelSource, latents: Any) -> None:
+    """Raises InputError for what isn't latents, RecordError for those of another VAE."""
     if not isinstance(latents, Latents):
         raise InputError(f"Decode needs the latents that Denoise made, not {type(latents).__name__}.")
     if latents.component not in source.components:

@@ -52,7 +52,7 @@ def denoise(
     session = session or Session()
     source = handle.source()
     _check_seed(seed)
-    _check_embeds(handle, source, embeds)
+    check_embeds(handle, source, embeds)
     call = one_negative_each(denoise_call(source, embeds, pipeline_kwargs))
     check_call(pipeline_class(source), call)
     try:
@@ -180,7 +180,8 @@ def _check_seed(seed: Any) -> None:
         raise InputError(f"The seed is {seed!r}; it must be a whole number from 0 to {SEED_LIMIT - 1}.")
 
 
-def _check_embeds(handle: Handle, source: ModelSource, embeds: Any) -> None:
+def check_embeds(handle: Handle, source: ModelSource, embeds: Any) -> None:
+    """Raises InputError for what isn't embeds, RecordError for those of other encoders."""
     if not isinstance(embeds, Embeds):
         raise InputError(f"Denoise needs the embeddings that Encode made, not {type(embeds).__name__}.")
     if embeds.encoders != encoders_mark(handle, source, embeds.records):
