@@ -14,7 +14,7 @@ from typing import Any
 from ._report_table import human_bytes
 from .errors import BudgetError
 from .placement import Placement
-from .simulate import Hardware, Load, simulate
+from .simulate import Hardware, Load, simulate, waiting
 from .streaming import PartSize, StreamPlan, WeightSize, plan_parts
 from .trace import Stretch, Trace
 
@@ -263,14 +263,15 @@ def _place(component: ComponentJob, room: int, limits: Limits, ring: int, others
     )
 
 
-def _plan_phase(job: PhaseJob, limits: Limits, rates: Rates) -> PhasePlan:
+def _plan_phase(job: PhaseJob, limits: Limits, rates: Rates, *, choose: bool = True) -> PhasePlan:
+    """choose: look for resident weights that make a pass faster than those that the engine would choose."""
     rates = rates.slower(job.correction.compute)
     least = smallest_budget(job, limits)
     fits = least <= limits.device_bytes
     activations = activations_on(job, limits)
     room = max(limits.device_bytes, least) - activations
     components: list[ComponentPlan] = []
-    held = _Held(room, limits, rates)
+    held = _Held(room, limits, rates if choose else None)
     for component in job.components:
         weights = held.add(component)
         components.append(_timed(component, weights, held.ring, limits, rates))
@@ -372,7 +373,8 @@ def _cheapest(
         rate = _tier(streamed, component, limits, rates)[1]
         ring = max(int(ring * component.stored) + 1, _hungriest(loads, nbytes, resident))
         hardware = Hardware(rate, rates.read_s, rates.shares_compute)
-        return simulate(loads, nbytes, resident=resident, ring_bytes=ring, hardware=hardware).step_s
+        waits = waiting(loads, nbytes, resident)
+        return simulate(waits, nbytes, resident=resident, ring_bytes=ring, hardware=hardware).step_s
 
     room = weights.available_bytes - weights.small_bytes - limits.align
     search = Placement(sizes, room, cost, align=limits.align, least_ring=others)
@@ -488,7 +490,10 @@ def _hints(plans: Sequence[PhasePlan], jobs: Sequence[PhaseJob], limits: Limits,
             hints.append((1e9, f"Use a smaller size: {worst.name} needs most of the memory for activations."))
     else:
         more = replace(limits, device_bytes=limits.device_bytes + (1 << 30))
-        gain = now - sum(_plan_phase(job, more, rates).seconds for job in jobs)
+        before, after = (
+            sum(_plan_phase(job, given, rates, choose=False).seconds for job in jobs) for given in (limits, more)
+        )
+        gain = before - after
         if gain > 0.02 * now:
             hints.append((gain, f"1 GiB more of device memory would save {gain:.1f} of {now:.1f} s."))
     wide = [c for job in jobs for c in job.components if c.dtype == "float32" and c.weight_bytes > 1 << 30]

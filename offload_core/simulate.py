@@ -91,6 +91,19 @@ def simulate(
     return Timeline(pass_s, replay.stall_s, replay.read_bytes, replay.peak_bytes, tuple(replay.events))
 
 
+def waiting(loads: Sequence[Load], sizes: dict[str, int], resident: Collection[str]) -> list[Load]:
+    """The same compute in fewer stretches: those in a row that wait for nothing are one. Reads of resident weights are
+    left out, so only later passes take the same time."""
+    joined: list[Load] = []
+    for load in loads:
+        streamed = tuple(name for name in load.weights if name in sizes and name not in resident)
+        if streamed or not joined or joined[-1].weights:
+            joined.append(Load(streamed, load.seconds))
+        else:
+            joined[-1] = Load((), joined[-1].seconds + load.seconds)
+    return joined
+
+
 def _needs(load: Load, sizes: dict[str, int], resident: frozenset[str], ring_bytes: int) -> list[str]:
     streamed = [name for name in load.weights if name in sizes and name not in resident]
     together = sum(sizes[name] for name in streamed)

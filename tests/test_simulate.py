@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from offload_core.simulate import Hardware, Load, simulate
+from offload_core.simulate import Hardware, Load, simulate, waiting
 
 SLOW = Hardware(bytes_per_s=1.0)
 
@@ -86,3 +86,18 @@ def test_a_pass_takes_what_it_must_and_never_more_than_everything_in_turn(seed: 
         assert max(compute, streamed * 4 / 5) - 1e-9 <= steady <= compute + streamed + 1e-9
         assert timeline.seconds <= before + 1e-9  # a larger ring never takes longer
         before = timeline.seconds
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_stretches_that_cannot_wait_may_be_joined(seed: int) -> None:
+    pick = random.Random(seed)
+    loads = chain(*(pick.uniform(0.1, 3) for _ in range(12)))
+    nbytes = sizes(*(pick.randrange(1, 9) for _ in range(12)))
+    resident = {name for name in nbytes if pick.random() < 0.6}
+    joined = waiting(loads, nbytes, resident)
+    assert sum(load.seconds for load in joined) == pytest.approx(sum(load.seconds for load in loads))
+    assert len(joined) <= 2 * (len(nbytes) - len(resident)) + 1
+    whole, less = (
+        simulate(each, nbytes, resident=resident, ring_bytes=12, hardware=SLOW, passes=8) for each in (loads, joined)
+    )
+    assert less.pass_s[-2] == pytest.approx(whole.pass_s[-2])
