@@ -99,6 +99,15 @@ class ComfyObserver(NodeObserver):
 
         mm.throw_exception_if_processing_interrupted()
 
+    def make_room(self) -> bool:
+        import comfy.model_management as mm
+
+        held = bool(getattr(mm, "current_loaded_models", ()))
+        if held:
+            log.info("A phase ran out of memory: unloading ComfyUI's own models.")
+            mm.unload_all_models()
+        return held
+
     def status(self, text: str) -> None:
         self._last_status_s = time.monotonic()
         if self._node_id is None:

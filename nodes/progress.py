@@ -18,6 +18,9 @@ class NodeObserver(Observer):
     def check_interrupt(self) -> None:
         pass
 
+    def make_room(self) -> bool:
+        return False
+
     def status(self, text: str) -> None:
         """Shows one line. A later line replaces it."""
 

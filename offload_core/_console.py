@@ -99,6 +99,9 @@ class ProgressBars:
     def check_interrupt(self) -> None:
         self._interrupt.check()
 
+    def make_room(self) -> bool:
+        return False
+
     def _fill_load_bars(self) -> None:
         """A phase announces all weights it might need; what it didn't need isn't missing."""
         loads = {task_id for (_, stage), task_id in self._tasks.items() if stage == "load"}

@@ -33,7 +33,7 @@ class Progress:
 
 
 class Observer(Protocol):
-    """Listens to a run. Both methods are called on the thread that runs the phase."""
+    """Listens to a run. Its methods are called on the thread that runs the phase."""
 
     wants_preview: bool
 
@@ -42,9 +42,13 @@ class Observer(Protocol):
     def check_interrupt(self) -> None:
         """Raise to stop the run here. Called at least once per weight loaded and per transformer block."""
 
+    def make_room(self) -> bool:
+        """Called when the device ran out of memory: gives back what others hold there (a host unloads its own models).
+        Returns whether anything was."""
+
 
 class SilentObserver:
-    """Listens to nothing and never interrupts."""
+    """Listens to nothing, never interrupts and holds no memory."""
 
     wants_preview = False
 
@@ -53,6 +57,9 @@ class SilentObserver:
 
     def check_interrupt(self) -> None:
         pass
+
+    def make_room(self) -> bool:
+        return False
 
 
 @dataclass

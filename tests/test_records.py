@@ -188,6 +188,55 @@ def test_out_of_memory_in_decode_is_answered_by_smaller_and_smaller_tiles(monkey
         po.decode(handle, latents, tiling="off")
 
 
+@pytest.mark.parametrize(
+    ("fails", "tiles", "notes"),
+    [
+        (1, [None, None], 1),
+        (2, [None, None, 512], 2),
+        (4, [None, None, 512, 256, 128], 4),
+        (5, [None, None, 512, 256, 128], None),
+    ],
+)
+def test_decode_gives_everything_else_back_before_it_tiles_and_never_loses_the_latents(
+    fails: int, tiles: list[int | None], notes: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The VAE's own weights are streamed from then on, and a host is asked once for what its models hold."""
+    from diffusers import AutoencoderKL
+
+    settings = po.OffloadSettings(resident_below=1024)
+    handle = po.load(tiny_model("sdxl"), device="cpu", settings=settings)
+    latents = po.denoise(handle, po.encode(handle, "a star"), **job("sdxl", guided=False))
+    expected, tried, asked = po.decode(handle, latents, "pt"), [], []
+    decode = AutoencoderKL._decode
+
+    class Host(po.SilentObserver):
+        def make_room(self) -> bool:
+            asked.append(len(tried))
+            return True
+
+    def scarce(self: Any, z: Any, *args: Any, **kwargs: Any) -> Any:
+        tried.append(self.tile_sample_min_size if self.use_tiling else None)
+        if len(tried) <= fails:
+            raise torch.OutOfMemoryError("pretend")
+        return decode(self, z, *args, **kwargs)
+
+    session = po.Session(Host())
+    with monkeypatch.context() as patched:
+        patched.setattr(AutoencoderKL, "_decode", scarce)
+        if notes is None:
+            with pytest.raises(po.InsufficientMemoryError, match="The latents are kept"):
+                po.decode(handle, latents, "pt", session=session)
+        else:
+            assert torch.equal(po.decode(handle, latents, "pt", session=session), expected)  # smaller than a tile
+    assert tried == tiles and asked == [1]
+    report = session.report.phases[-1]
+    assert report.leaked_bytes == 0
+    if notes is not None:
+        assert report.streamed_bytes > 0 and len(report.notes) == notes
+        assert "of its weights were streamed from then on and others gave back theirs" in report.notes[0]
+    assert torch.equal(po.decode(handle, latents, "pt"), expected)
+
+
 def test_tiles_take_effect_on_a_vae_whose_sample_size_hides_them(monkeypatch: pytest.MonkeyPatch) -> None:
     # AutoencoderKL takes its tile size from sample_size (1024 on real SDXL), so enable_tiling() alone does nothing.
     from diffusers import AutoencoderKL

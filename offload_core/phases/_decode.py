@@ -115,11 +115,14 @@ def check_latents(handle: Handle, source: ModelSource, latents: Any) -> None:
 
 
 def _decode(phase: Phase, vae: Any, latents: Latents, tiling: str) -> torch.Tensor:
-    """Whole, or in tiles; with "auto" in smaller and smaller ones after running out of memory."""
+    """Whole, or in tiles. After running out of memory: again with everything else given back, then with "auto" in
+    smaller and smaller tiles."""
     sizes = TILE_SIZES[tiling]
     if tiling == "auto" and phase.plan is not None and phase.plan.tile in sizes:
         sizes = sizes[sizes.index(phase.plan.tile) :]
-    phase.components[latents.component].load()
+    component = phase.components[latents.component]
+    component.load()
+    reason = ""
     for index, pixels in enumerate(sizes):
         if pixels is not None and not tile(vae, pixels):
             if tiling == "on":
@@ -128,20 +131,31 @@ def _decode(phase: Phase, vae: Any, latents: Latents, tiling: str) -> torch.Tens
                 break  # whole has been tried
         elif pixels is not None:
             phase.notes.append(f"Decoded in tiles of {pixels} pixels.")
-        try:
-            args, kwargs = from_plain(latents.decode, phase.device)
-            return _sample_of(vae.decode(*args, **kwargs))
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            args = kwargs = None
-            reason = str(error)
-            error.__traceback__ = None
-        empty_cache(phase.device)
+        picture, failed = _try(phase, vae, latents)
+        if failed and not reason and phase.make_room(component, share=1.0):
+            picture, failed = _try(phase, vae, latents)
+        if picture is not None:
+            return picture
+        reason = failed
     raise InsufficientMemoryError(
         f"Decode ran out of memory on {phase.device}{_in_tiles(pixels)} ({reason.splitlines()[0]}). The latents are "
         f"kept: decode fewer at once, {'with tiling, ' if tiling == 'off' else ''}or with device=cpu."
     )
+
+
+def _try(phase: Phase, vae: Any, latents: Latents) -> tuple[torch.Tensor | None, str]:
+    """The picture; or none, and how memory ran out."""
+    try:
+        args, kwargs = from_plain(latents.decode, phase.device)
+        return _sample_of(vae.decode(*args, **kwargs)), ""
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        args = kwargs = None
+        error.__traceback__ = None
+        reason = str(error) or type(error).__name__
+    empty_cache(phase.device)
+    return None, reason
 
 
 def _in_tiles(pixels: int | None) -> str:

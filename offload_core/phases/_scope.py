@@ -86,18 +86,20 @@ class Phase:
     def won_t_arrive(self, nbytes: int) -> None:
         self._to_load = max(self._to_load - max(nbytes, 0), self._arrived)
 
-    def make_room(self, component: Component) -> bool:
-        """After the device ran out of memory: weights that were resident are streamed. False if there are none."""
-        if component.managed is None:
-            return False
-        gone = component.managed.stream_more(component.managed.resident_bytes // 2)
+    def make_room(self, component: Component, share: float = 0.5) -> bool:
+        """After the device ran out of memory: whoever else holds some is asked for it, and a share of the weights that
+        were resident is streamed. False if that gave nothing."""
+        asked = getattr(self.session.observer, "make_room", None)
+        others = bool(asked is not None and asked())
+        resident = component.managed.resident_bytes if component.managed is not None else 0
+        gone = component.managed.stream_more(int(resident * share)) if component.managed is not None else 0
         empty_cache(self.device)
-        if gone:
-            self.notes.append(
-                f"{component.source.name} ran out of memory on {self.device}; {human_bytes(gone)} of its weights were "
-                "streamed from then on, and the forward was repeated."
-            )
-        return gone > 0
+        given = [f"{human_bytes(gone)} of its weights were streamed from then on"] if gone else []
+        given += ["others gave back theirs"] if others else []
+        if given:
+            name = component.source.name
+            self.notes.append(f"{name} ran out of memory on {self.device}; {' and '.join(given)}, and it ran again.")
+        return bool(given)
 
     def _step(self, done: int, total: int) -> None:
         self._steps.append(time.perf_counter())
