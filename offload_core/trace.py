@@ -170,7 +170,7 @@ class Tracer(MemoryCount):
         self._weights: dict[Any, torch.Tensor] = {}  # by entry: its fake hot copy
         self._call: _Recorded | None = None
         self.real_bytes = _REAL_BYTES  # results of real tensors up to this size are real
-        self._blind = False
+        self._blind = self._spread = self._has_spread = False
         self._stop: BaseException | None = None
         self._traced: dict[str, tuple[Trace, Any]] = {}
 
@@ -202,8 +202,8 @@ class Tracer(MemoryCount):
     def _trace(
         self, name: str, run: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> tuple[Trace, Any]:
-        for real_bytes in (_REAL_BYTES, _REAL_BYTES_IN_NEED):
-            self.real_bytes = real_bytes
+        for real_bytes, spread in ((_REAL_BYTES, False), (_REAL_BYTES_IN_NEED, False), (_REAL_BYTES_IN_NEED, True)):
+            self.real_bytes, self._spread, self._has_spread = real_bytes, spread, False
             self._call = call = _Recorded(self)
             try:
                 fake_args, fake_kwargs = _mapped((list(args), kwargs), torch.Tensor, self._entering)
@@ -223,7 +223,8 @@ class Tracer(MemoryCount):
         else:
             raise TraceError(f"{name} needs values that aren't known before it runs ({reason}).")
         output = sum({storage._cdata: storage.nbytes() for storage in storages}.values())
-        return Trace(tuple(call.weights.values()), _joined(call.stretches), output), shapes
+        assumed = _EVENLY if self._has_spread else ""
+        return Trace(tuple(call.weights.values()), _joined(call.stretches), output, assumed), shapes
 
     @property
     def is_tracing(self) -> bool:
@@ -288,6 +289,8 @@ class Tracer(MemoryCount):
         tensors = [value for value in flat if isinstance(value, torch.Tensor)]
         self.leave_out(tensors)
         result = self._run(func, args, kwargs, flat, spec, tensors)
+        if self._spread and func.overloadpacket is aten.topk and isinstance(result[1], FakeTensor):
+            result, self._has_spread = (result[0], _spread_evenly(result[1], args)), True
         self.made(result)
         self._call.add(func, args, kwargs, result, tensors)
         return result
@@ -428,6 +431,15 @@ def _without_masks(indices: Sequence[Any]) -> list[Any]:
     return plain
 
 
+def _spread_evenly(chosen: torch.Tensor, args: Sequence[Any]) -> torch.Tensor:
+    """Real places in the stead of those that `topk` would choose: all as often."""
+    values, _, dim = args[0], args[1], args[2] if len(args) > 2 else -1
+    places = torch.arange(chosen.numel()).view(chosen.movedim(dim, -1).shape) % values.shape[dim]
+    return places.movedim(-1, dim).contiguous()
+
+
+# Said of a model that picks experts by what it computed, and doesn't run on shapes alone.
+_EVENLY = "its experts are taken to be used evenly"
 _INDEXING = {aten.index, aten.index_put, aten.index_put_}
 _ALIASES = {aten.detach.default, aten.alias.default}
 _LOOKUPS = {aten.embedding.default, aten.index_select.default}

@@ -74,11 +74,14 @@ def measured(name: str) -> dict[tuple[str, str], set[int]]:
     return peaks
 
 
-def foretold(name: str) -> list[TracedCall]:
+def foretold_phases(name: str) -> Any:
     call = dict(FAMILIES[name].guided_call)
     handle = po.load(tiny_model(name), device="cpu", dtype="float32")
-    ways = foresee(handle, call.pop("prompt"), call.pop("negative_prompt", None), **call)
-    return [call for phase in ways for call in next(iter(phase)).calls]
+    return foresee(handle, call.pop("prompt"), call.pop("negative_prompt", None), **call)
+
+
+def foretold(name: str) -> list[TracedCall]:
+    return [call for phase in foretold_phases(name) for call in next(iter(phase)).calls]
 
 
 OFTEN = ("flux", "sdxl", "qwen_image", "wan22_a14b")
@@ -306,3 +309,51 @@ def test_telling_blocks_again_gives_the_trace_of_every_family(name: str, monkeyp
     told = foretold(name)
     monkeypatch.setattr(_foresee, "repeated_blocks", lambda *_: contextlib.nullcontext())
     assert told == foretold(name)
+
+
+class Experts(nn.Module):
+    """A mixture of experts: which one gets a token is chosen by what was computed from the weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(16, 4), nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight, chosen = torch.topk(self.gate(x).softmax(-1), k=2, dim=-1)
+        order, ends = chosen.view(-1).argsort(), chosen.view(-1).bincount(minlength=4).cumsum(0).tolist()
+        y, start = torch.zeros_like(x), 0
+        for expert, end in zip(self.experts, ends, strict=True):
+            tokens = order[start:end] // 2
+            y.index_add_(0, tokens, expert(x[tokens]) * weight.view(-1, 1)[order[start:end]])
+            start = end
+        return y
+
+
+def test_experts_that_are_chosen_by_what_was_computed_are_taken_to_be_used_evenly() -> None:
+    trace = traced(cold(Experts()), torch.randn(32, 16))
+    assert "evenly" in trace.assumed
+    assert {weight.name for weight in trace.weights} >= {f"module.experts.{i}.weight" for i in range(4)}
+    assert trace.flops == 2 * 32 * 16 * 4 + 2 * 64 * 16 * 16  # every token twice
+    assert traced(cold(Tied()), torch.tensor([[1]]), head=False).assumed == ""
+
+
+def test_a_denoiser_that_cannot_be_traced_is_estimated_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The estimate is rough, and it stands in for the same weights and about as much work."""
+    (_, known, _) = (next(iter(phase)) for phase in foretold_phases("flux"))
+    forward = FluxTransformer2DModel.forward
+
+    def by_result(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = forward(self, *args, **kwargs)
+        assert float(result[0].sum()) < float("inf")
+        return result
+
+    monkeypatch.setattr(FluxTransformer2DModel, "forward", by_result)
+    _, rough, decode = (next(iter(phase)) for phase in foretold_phases("flux"))
+    assert decode.job.activation_bytes > 0
+    (sentence,) = rough.job.assumed
+    assert sentence.startswith("transformer: its figures are a rough estimate") and "values" in sentence
+    (call,), (expected, *_) = rough.calls, known.calls
+    assert {weight.name for weight in call.trace.weights} == {weight.name for weight in expected.trace.weights}
+    assert call.times == sum(each.times for each in known.calls)
+    assert 0.25 < call.trace.flops / expected.trace.flops < 4
+    assert 0.25 < rough.job.activation_bytes / known.job.activation_bytes < 4

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..errors import TraceError
+from ..estimate import estimated_trace, likely_result
 from ..model_source import ModelSource, pipeline_class
 from ..plan import ComponentJob, PhaseJob
 from ..session import Session
@@ -25,7 +27,7 @@ from ._encode import encode_call, encode_ports, force_guidance, friendly_errors,
 from ._handle import Handle, model_defaults
 from ._pipeline import check_call
 from ._plain import RecordMissing, from_plain
-from ._ports import CapturePort, PhaseDone, Port, Records, ReplayPort, StopPort
+from ._ports import CapturePort, PhaseDone, Port, Records, ReplayPort, RunPort, StopPort
 from ._records import Embeds, Latents, plain_call
 from ._scope import OpenPhase, Phase
 from ._tiling import tile
@@ -118,14 +120,30 @@ class _Watch:
 
     def __init__(self, poll: Poll) -> None:
         self.tracer = Tracer(poll)
+        self.estimable: dict[str, nn.Module] = {}  # components whose answer can be guessed
+        self._estimates: dict[str, Trace] = {}
         self.steps = 0
         self._times: Counter[tuple[str, str, int]] = Counter()
         self._traces: dict[int, Trace] = {}
 
     def call(self, component: str, name: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        result, trace = self.tracer.call(".".join(filter(None, (component, name))), run, args, kwargs)
+        try:
+            result, trace = self.tracer.call(".".join(filter(None, (component, name))), run, args, kwargs)
+        except TraceError as error:
+            result = likely_result(args, kwargs) if component in self.estimable and not name else None
+            if result is None:
+                raise
+            trace = self._estimate(component, args, kwargs, str(error))
         self._add(component, name, trace)
         return result
+
+    def _estimate(self, component: str, args: Any, kwargs: Any, reason: str) -> Trace:
+        if component not in self._estimates:
+            module = self.estimable[component]
+            self._estimates[component] = estimated_trace(component, module, args, kwargs, reason)
+        trace = self._estimates[component]
+        self.tracer.reach(self.tracer.live_bytes + trace.peak_bytes)
+        return trace
 
     def trace(self, component: str, name: str, run: Callable[..., Any], args: Any, kwargs: Any) -> None:
         self._add(component, name, self.tracer.trace(f"{component}.{name}", run, args, kwargs))
@@ -195,6 +213,7 @@ def _denoise(
     ports = denoise_ports(source, records, handle.device_here())
     with OpenPhase(handle, source, "denoise", Session(), _traced(ports, watch)) as phase:
         check_size(phase.pipeline, call)
+        watch.estimable = {name: phase.components[name].module for name, port in ports.items() if type(port) is RunPort}
         with watch.watching(phase), contextlib.suppress(PhaseDone), friendly_errors():
             phase.pipeline(**call, generator=torch.Generator("cpu").manual_seed(seed))
         return watch.result(phase), collect_latents(handle, source, phase, ports, call, seed)
