@@ -41,6 +41,11 @@ def resolve_device(device: str | torch.device) -> torch.device:
     return torch.device(wanted.type, wanted.index if wanted.index is not None else 0)
 
 
+def device_title(device: torch.device) -> str:
+    """A device's name for people: that of its driver, where torch can tell it."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"this machine's {device.type.upper()}"
+
+
 _CPU = torch.device("cpu")
 _OUT_OF_MEMORY = ("out of memory", "not enough memory", "can't allocate memory", "alloc_failed")
 

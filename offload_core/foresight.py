@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .devices import resolve_device
+from .devices import device_title, resolve_device
 from .known import KnownMachine, KnownModel, described_source, known_machine, known_model
 from .learnt import Learnt, corrected, dtype_of
 from .limits import Memory, auto_device_budget, auto_host_budget, parse_budget
@@ -37,14 +37,15 @@ USUAL_PROMPT = "a lighthouse on a cliff at dusk, waves below it, warm light in i
 
 @dataclass(frozen=True)
 class Foresight:
-    """A plan and what it stands on. traces: of each phase as it is planned. family: the pipeline's class, under which
-    `learn` keeps what runs teach."""
+    """A plan and what it stands on. traces: of each phase as it is planned. model, machine: their names, for people.
+    family: the pipeline's class, under which `learn` keeps what runs teach."""
 
     plan: Plan
     traces: tuple[PhaseTrace, ...]
     limits: Limits
     rates: Rates
     model: str
+    machine: str
     family: str = ""
     learnt: Learnt | None = field(default=None, repr=False, compare=False)
 
@@ -101,7 +102,8 @@ def foresee_job(
             store.ways([name, *asked], lambda place=place: traced()[place])  # type: ignore[misc]
             for place, name in enumerate(("encode", "denoise", "decode"))
         ]
-        return _planned(ways, limits, rates, title, handle.pipeline, learnt)
+        there = machine.title if machine else device_title(device)
+        return _planned(ways, limits, rates, (title, there), handle.pipeline, learnt)
 
 
 def foresee_encode(
@@ -172,22 +174,22 @@ def _phase(
     rates = rates or measured_rates(device)
     here = replace(handle, device="cpu")
     ways = TraceStore(cache_folder() / "traces").ways([name, *asked_of(handle), *asked], lambda: trace(here))
-    title = os.path.basename(handle.model)
-    return _planned([ways], limits, rates, title, handle.pipeline, Learnt(device, rates))
+    titles = (os.path.basename(handle.model), device_title(device))
+    return _planned([ways], limits, rates, titles, handle.pipeline, Learnt(device, rates))
 
 
 def _planned(
     phases: Sequence[Iterable[PhaseTrace]],
     limits: Limits,
     rates: Rates,
-    title: str,
+    titles: tuple[str, str],
     family: str,
     learnt: Learnt | None,
 ) -> Foresight:
     seen: list[list[PhaseTrace]] = [[] for _ in phases]
     jobs = [_noted(ways, into, learnt, family) for ways, into in zip(phases, seen, strict=True)]
     plan = plan_job(jobs, limits, rates)
-    return Foresight(plan, tuple(traced[-1] for traced in seen), limits, rates, title, family, learnt)
+    return Foresight(plan, tuple(traced[-1] for traced in seen), limits, rates, *titles, family, learnt)
 
 
 def _noted(

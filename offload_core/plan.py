@@ -11,10 +11,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ._call_replays import hungriest, loads_of, replay_calls, tier
 from ._report_table import human_bytes
 from .errors import BudgetError
 from .placement import Placement
-from .simulate import Hardware, Load, simulate, waiting
+from .simulate import Hardware, simulate, waiting
 from .streaming import PartSize, StreamPlan, WeightSize, plan_parts
 from .trace import Stretch, Trace
 
@@ -107,7 +108,8 @@ class PhaseJob:
 @dataclass(frozen=True)
 class ComponentPlan:
     """One component in a phase. first_s, pass_s: seconds of its first pass, which brings what stays, and of later ones;
-    compute_s: of a pass whose weights are all there. tier: where streamed weights come from."""
+    compute_s: of a pass whose weights are all there. tier: where streamed weights come from. ring_bytes: of the phase's
+    ring while it runs. beside_bytes: of weights of earlier components that are still there."""
 
     name: str
     weights: StreamPlan
@@ -117,6 +119,8 @@ class ComponentPlan:
     pass_s: float
     compute_s: float
     tier: str
+    ring_bytes: int
+    beside_bytes: int
 
     @property
     def seconds(self) -> float:
@@ -206,12 +210,11 @@ def predicted_figures(phase: PhasePlan) -> dict[str, float]:
     }
 
 
-def activations_on(job: PhaseJob, limits: Limits) -> int:
-    """Bytes that a phase's activations take of the execution device."""
+def activations_on(activation_bytes: int, limits: Limits, factor: float = 1.0) -> int:
+    """Bytes that activations take of the execution device, with what goes with them there. factor: what runs taught."""
     if limits.on_cpu:
-        return job.activation_bytes
-    stated = job.activation_bytes * (1 + FRAGMENTED_SHARE) + WORKSPACE_BYTES
-    return int(stated * job.correction.activations)
+        return activation_bytes
+    return int((activation_bytes * (1 + FRAGMENTED_SHARE) + WORKSPACE_BYTES) * factor)
 
 
 def plan_job(phases: Iterable[Iterable[PhaseJob]], limits: Limits, rates: Rates) -> Plan:
@@ -244,7 +247,7 @@ def smallest_budget(job: PhaseJob, limits: Limits) -> int:
             high = middle
         except BudgetError:
             low = middle + 1
-    return activations_on(job, limits) + high
+    return activations_on(job.activation_bytes, limits, job.correction.activations) + high
 
 
 def _place(component: ComponentJob, room: int, limits: Limits, ring: int, others: int) -> tuple[StreamPlan, list[bool]]:
@@ -268,13 +271,13 @@ def _plan_phase(job: PhaseJob, limits: Limits, rates: Rates, *, choose: bool = T
     rates = rates.slower(job.correction.compute)
     least = smallest_budget(job, limits)
     fits = least <= limits.device_bytes
-    activations = activations_on(job, limits)
+    activations = activations_on(job.activation_bytes, limits, job.correction.activations)
     room = max(limits.device_bytes, least) - activations
     components: list[ComponentPlan] = []
     held = _Held(room, limits, rates if choose else None)
     for component in job.components:
         weights = held.add(component)
-        components.append(_timed(component, weights, held.ring, limits, rates))
+        components.append(_timed(component, weights, held, limits, rates))
     seconds = sum(component.seconds for component in components) + job.correction.overhead_s
     passes = sum(component.times * component.pass_s for component in components)
     load = sum(max(component.first_s - component.pass_s, 0.0) for component in components if component.times)
@@ -353,8 +356,13 @@ class _Held:
     def _ring_missing(self) -> int:
         return self._largest + self.limits.align if self._largest > self.ring else 0
 
+    @property
+    def weight_bytes(self) -> int:
+        """Of all weights that stay."""
+        return self._fixed + self._kept
+
     def _free(self) -> int:
-        return self.room - self._fixed - self._kept - (self.ring + self.limits.align if self.ring else 0)
+        return self.room - self.weight_bytes - (self.ring + self.limits.align if self.ring else 0)
 
 
 def _cheapest(
@@ -364,14 +372,14 @@ def _cheapest(
     large = [part for part, is_small in zip(component.parts, small, strict=True) if not is_small]
     sizes = [size for part in large for size in part.sizes if not size.lookup_only]
     trace, _ = max(component.calls, key=lambda call: call[0].flops)
-    loads = _loads(component, trace, rates)
+    loads = loads_of(component, trace, rates)
     nbytes = {size.name: int(size.nbytes * component.stored) for size in sizes}
     total = sum(size.nbytes for size in sizes)
 
     def cost(resident: frozenset[str], ring: int) -> float:
         streamed = sum(size.nbytes for size in sizes if size.name not in resident)
-        rate = _tier(streamed, component, limits, rates)[1]
-        ring = max(int(ring * component.stored) + 1, _hungriest(loads, nbytes, resident))
+        rate = tier(streamed, component, limits, rates)[1]
+        ring = max(int(ring * component.stored) + 1, hungriest(loads, nbytes, resident))
         hardware = Hardware(rate, rates.read_s, rates.shares_compute)
         waits = waiting(loads, nbytes, resident)
         return simulate(waits, nbytes, resident=resident, ring_bytes=ring, hardware=hardware).step_s
@@ -386,29 +394,14 @@ def _cheapest(
     return replace(weights, resident=resident, resident_bytes=kept, streamed_bytes=total - kept, ring_bytes=ring)
 
 
-def _timed(component: ComponentJob, weights: StreamPlan, ring: int, limits: Limits, rates: Rates) -> ComponentPlan:
-    """ring: bytes of the phase's ring, which components share."""
-    large = [size for part in component.parts for size in part.sizes if not part.stays and not size.lookup_only]
-    small = weights.small_bytes > 0
-    sizes = {
-        size.name: int(size.nbytes * component.stored)
-        for size in large
-        if not (small and size.nbytes < limits.resident_below)
-    }
-    resident = frozenset(sizes) if weights.whole else weights.resident
+def _timed(component: ComponentJob, weights: StreamPlan, held: _Held, limits: Limits, rates: Rates) -> ComponentPlan:
     first = passes = compute = 0.0
-    tier, rate = _tier(weights.streamed_bytes, component, limits, rates)
-    hardware = Hardware(rate, rates.read_s, rates.shares_compute)
-    for index, (trace, times) in enumerate(component.calls):
-        loads = _loads(component, trace, rates)
-        least = _hungriest(loads, sizes, resident)
-        ring_bytes = max(int(ring * component.stored) + 1, least)
-        replay = simulate(loads, sizes, resident=resident, ring_bytes=ring_bytes, hardware=hardware)
-        compute += sum(load.seconds for load in loads) * times
-        passes += replay.step_s * times
+    for index, call in enumerate(replay_calls(component, weights, held.ring, limits, rates)):
+        compute += call.compute_s * call.times
+        passes += call.replay.step_s * call.times
         if index == 0:
             small_s = weights.small_bytes * component.stored / rates.disk_bytes_per_s
-            first = replay.pass_s[0] + small_s - replay.step_s
+            first = call.replay.pass_s[0] + small_s - call.replay.step_s
     times = max(component.times, 1)
     return ComponentPlan(
         component.name,
@@ -418,38 +411,10 @@ def _timed(component: ComponentJob, weights: StreamPlan, ring: int, limits: Limi
         passes / times + max(first, 0.0),
         passes / times,
         compute / times,
-        tier,
+        tier(weights.streamed_bytes, component, limits, rates)[0],
+        ring_bytes=held.ring,
+        beside_bytes=held.weight_bytes - weights.small_bytes - weights.resident_bytes,
     )
-
-
-def _loads(component: ComponentJob, trace: Trace, rates: Rates) -> list[Load]:
-    names = [weight.name.removeprefix(f"{component.name}.") for weight in trace.weights]
-    return [
-        Load(
-            tuple(names[place] for place in stretch.weights),
-            rates.compute_s(stretch, component.dtype),
-        )
-        for stretch in trace.stretches
-    ]
-
-
-def _hungriest(loads: Sequence[Load], sizes: dict[str, int], resident: frozenset[str]) -> int:
-    streamed = [[sizes[name] for name in load.weights if name in sizes and name not in resident] for load in loads]
-    return max((sum(nbytes) for nbytes in streamed), default=0)
-
-
-def _tier(streamed_bytes: int, component: ComponentJob, limits: Limits, rates: Rates) -> tuple[str, float]:
-    """Where streamed weights come from in later passes, and how fast."""
-    link = rates.link_bytes_per_s or float("inf")
-    room = max(limits.host_bytes - (limits.device_bytes if limits.on_cpu else 0) - limits.staging_bytes, 0)
-    streamed = streamed_bytes * component.stored
-    if not streamed:
-        return "none", min(link, rates.disk_bytes_per_s)
-    fast, slow = min(link, rates.cached_bytes_per_s), min(link, rates.disk_bytes_per_s)
-    share = min(room / streamed, 1.0)
-    if share >= 1:
-        return "ram", fast
-    return ("disk" if share < 0.05 else "ram and disk"), 1 / (share / fast + (1 - share) / slow)
 
 
 def _reasons(job: PhaseJob, components: Sequence[ComponentPlan], held: _Held, fits: bool, limits: Limits) -> list[str]:
@@ -467,7 +432,7 @@ def _reasons(job: PhaseJob, components: Sequence[ComponentPlan], held: _Held, fi
         reasons.append(
             f"{component.name} streams {human_bytes(weights.streamed_bytes)} of its "
             f"{human_bytes(component.weight_bytes)} from {component.tier} in each pass, because "
-            f"{human_bytes(activations_on(job, limits))} of {budget} go to activations."
+            f"{human_bytes(activations_on(job.activation_bytes, limits, job.correction.activations))} of {budget} go to activations."
         )
         if component.pass_s > 1.05 * component.compute_s:
             wait = 100 * (1 - component.compute_s / component.pass_s)

@@ -33,12 +33,14 @@ class Hardware:
 
 @dataclass(frozen=True)
 class Event:
-    """Something between two moments, in seconds from the start. kind: "read", "compute" or "stall"."""
+    """Something between two moments, in seconds from the start. kind: "read", "compute" or "stall". stretch: for which
+    it is, counted on through all passes."""
 
     kind: str
     start: float
     end: float
     what: str
+    stretch: int
 
 
 @dataclass(frozen=True)
@@ -143,13 +145,13 @@ class _Replay:
         self._read_up_to(index)
         ready = self._ready.pop(index)
         if ready > self.now:
-            self._add("stall", self.now, ready, load.weights)
+            self._add("stall", self.now, ready, load.weights, index)
             self.stall_s += ready - self.now
             self.now = ready
         self._read_on()
         start, end = self.now, self.now + load.seconds
         end += max(0.0, min(self.reader_free, end) - start) * self.hardware.shares_compute
-        self._add("compute", start, end, load.weights)
+        self._add("compute", start, end, load.weights, index)
         self.now = end
         self._in_ring -= self._ahead.pop(index, 0)
         self._next_compute += 1
@@ -173,7 +175,7 @@ class _Replay:
         for name, stays in self._reads[index]:
             nbytes = self.sizes[name]
             end = start + self.hardware.read_s + nbytes / self.hardware.bytes_per_s
-            self._add("read", start, end, (name,))
+            self._add("read", start, end, (name,), index)
             self.read_bytes += nbytes
             if stays:
                 self._kept += nbytes
@@ -185,6 +187,6 @@ class _Replay:
         self._ready[index] = start if self._reads[index] else 0.0
         self._next_read += 1
 
-    def _add(self, kind: str, start: float, end: float, what: Sequence[str]) -> None:
+    def _add(self, kind: str, start: float, end: float, what: Sequence[str], stretch: int) -> None:
         if self.record:
-            self.events.append(Event(kind, start, end, ", ".join(what)))
+            self.events.append(Event(kind, start, end, ", ".join(what), stretch))
