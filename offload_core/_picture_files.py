@@ -77,7 +77,11 @@ def video_writers(path: Path, videos: Sequence[Sequence[Image]]) -> list[tuple[P
 
 
 def text_writer(text: str) -> Writer:
-    return lambda file: _write_bytes(file, text.encode())
+    return bytes_writer(text.encode())
+
+
+def bytes_writer(data: bytes) -> Writer:
+    return lambda file: _write_bytes(file, data)
 
 
 def write_files(files: Sequence[tuple[Path, Writer]]) -> list[Path]:

@@ -6,11 +6,16 @@ import argparse
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import _picture_files as files
 from ._console import Terminal
 from .errors import BudgetError, InputError, TraceError
+
+if TYPE_CHECKING:
+    from .foresight import Foresight
+
+CHART_FORMATS = (".png", ".svg")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,6 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", default="auto", metavar="NAME", help="auto (the files' own), bfloat16, float32, ...")
     parser.add_argument("--hardware", metavar="NAME", help="plan for a known machine, e.g. rtx4060-8gb (--list)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the plan as JSON")
+    parser.add_argument(
+        "--chart", type=Path, metavar="FILE", help="draw the memory over time, as a picture (.png) or a drawing (.svg)"
+    )
     parser.add_argument("--list", action="store_true", help="list the known models and machines")
 
 
@@ -39,8 +47,9 @@ def run(args: argparse.Namespace, terminal: Terminal) -> None:
         return
     if not args.model:
         raise InputError("Give a model: --model DIR, or --model NAME with a name of --list.")
-    if args.json is not None:
-        files.check_writable(args.json)
+    for path in filter(None, (args.json, args.chart)):
+        files.check_writable(path)
+    _check_chart_file(args.chart)
     from .foresight import foresee_job
     from .plan_table import plan_json, plan_line, plan_table
     from .settings import OffloadSettings
@@ -60,10 +69,13 @@ def run(args: argparse.Namespace, terminal: Terminal) -> None:
             **_call(args),
         )
     terminal.say(plan_table(found))
+    asked = []
     if args.json is not None:
-        text = json.dumps(plan_json(found), indent=2) + "\n"
-        files.write_files([(args.json, files.text_writer(text))])
-        terminal.say(f"Wrote {args.json}")
+        asked.append((args.json, files.text_writer(json.dumps(plan_json(found), indent=2) + "\n")))
+    if args.chart is not None:
+        asked.append((args.chart, _chart_writer(args.chart, found)))
+    for path in files.write_files(asked):
+        terminal.say(f"Wrote {path}")
     if not found.plan.fits:
         raise BudgetError(plan_line(found.plan))
 
@@ -87,6 +99,19 @@ def plan_first(
         return None
     terminal.note(plan_line(found.plan))
     return found if found.plan.fits else None
+
+
+def _check_chart_file(path: Path | None) -> None:
+    if path is not None and path.suffix.lower() not in CHART_FORMATS:
+        what = f"of type '{path.suffix}'" if path.suffix else "without an extension"
+        raise InputError(f"Can't write a chart {what} ({path}); use one of {', '.join(CHART_FORMATS)}.")
+
+
+def _chart_writer(path: Path, found: Foresight) -> files.Writer:
+    from .plan_chart import plan_png, plan_svg
+
+    draw = plan_svg if path.suffix.lower() == ".svg" else plan_png
+    return files.bytes_writer(draw(found))
 
 
 def _call(args: argparse.Namespace) -> dict[str, Any]:

@@ -87,7 +87,7 @@ import torch
 start = time.perf_counter()
 import offload_core
 seconds = time.perf_counter() - start
-heavy = [name for name in ("diffusers", "transformers", "accelerate") if name in sys.modules]
+heavy = [name for name in ("diffusers", "transformers", "accelerate", "matplotlib") if name in sys.modules]
 print(json.dumps([seconds, heavy]))
 """
 
@@ -102,14 +102,14 @@ pack = importlib.util.module_from_spec(spec)
 sys.modules[name] = pack
 spec.loader.exec_module(pack)
 seconds = time.perf_counter() - start
-heavy = [name for name in ("diffusers", "transformers", "accelerate") if name in sys.modules]
+heavy = [name for name in ("diffusers", "transformers", "accelerate", "matplotlib") if name in sys.modules]
 """
 
 
 @pytest.mark.parametrize(
     "code", [IMPORT_ENGINE, IMPORT_PACK + "print(json.dumps([seconds, heavy]))"], ids=["engine", "pack"]
 )
-def test_import_takes_a_moment_and_loads_no_model_library(code: str, tmp_path: Path):
+def test_import_takes_a_moment_and_loads_no_model_library_and_none_to_draw(code: str, tmp_path: Path):
     """The best of three, so that a busy machine doesn't matter."""
     runs = [python(code, cwd=tmp_path) for _ in range(3)]
     assert all(heavy == [] for _, heavy in runs)
@@ -189,6 +189,22 @@ def test_engine_knows_no_host_and_never_prints(path: Path):
     assert not imported_names(path) & host
     calls = [node for node in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(node, ast.Call)]
     assert not [call.lineno for call in calls if isinstance(call.func, ast.Name) and call.func.id == "print"]
+
+
+DRAWS = ("_charts.py", "plan_chart.py")
+
+
+@pytest.mark.parametrize("path", [*sources("offload_core"), *sources("nodes")], ids=lambda p: str(p.relative_to(ROOT)))
+def test_matplotlib_comes_only_where_something_is_drawn(path: Path):
+    """Modules that draw import it, and others import these inside the function that asks for a drawing."""
+    tree = ast.parse(path.read_text("utf-8"))
+    inside = {id(node) for part in ast.walk(tree) if isinstance(part, ast.FunctionDef) for node in ast.walk(part)}
+    at_once = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and id(node) not in inside]
+    if path.name not in DRAWS:
+        assert "matplotlib" not in imported_names(path)
+        names = {name for node in at_once for name in (node.module or "", *(alias.name for alias in node.names))}
+        assert not {name.rpartition(".")[2] + ".py" for name in names} & set(DRAWS)
+    assert "pyplot" not in path.read_text("utf-8").replace("without pyplot", "")
 
 
 # ---------------------------------------------------------------------------------------- pytest and the root

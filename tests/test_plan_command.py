@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 import offload_core as po
 from offload_core.cli import main
@@ -43,8 +44,12 @@ def test_a_job_that_fits_is_told_by_phase_and_loads_no_weight(
 
     monkeypatch.setattr("offload_core.phases._components._from_files", no_load)
     file = tmp_path / "plan.json"
-    code, out, _ = plan("--model", DEMO, "--device", "cpu", "--json", str(file), capsys=capsys)
+    chart = tmp_path / "plan.svg"
+    words = ("--model", DEMO, "--device", "cpu", "--json", str(file), "--chart", str(chart))
+    code, out, _ = plan(*words, capsys=capsys)
     assert code == 0
+    assert out.splitlines()[-2:] == [f"Wrote {file}", f"Wrote {chart}"]
+    assert chart.read_bytes().startswith(b"<?xml") and b"denoise" in chart.read_bytes()
     assert [line.split()[0] for line in out.splitlines()[2:6]] == ["encode", "denoise", "decode", "all"]
     found = json.loads(file.read_text("utf-8"))
     assert found["fits"] is True and found["smallest_budget_bytes"] > 0
@@ -58,8 +63,10 @@ def test_a_job_that_does_not_fit_is_exit_code_3_with_the_smallest_budget_that_wo
 ) -> None:
     file = tmp_path / "plan.json"
     words = ("--model", DEMO, "--device", "cpu", "--json", str(file))
-    code, out, err = plan(*words, "--device-memory", "100KiB", capsys=capsys)
+    chart = tmp_path / "plan.PNG"
+    code, out, err = plan(*words, "--device-memory", "100KiB", "--chart", str(chart), capsys=capsys)
     assert code == 3
+    assert Image.open(chart).format == "PNG"
     assert "doesn't fit 100.0 KiB" in err and "Raise device_memory" in out
     least = json.loads(file.read_text("utf-8"))["smallest_budget_bytes"]
     assert plan(*words, "--device-memory", str(least), capsys=capsys)[0] == 0
@@ -90,6 +97,25 @@ def test_bad_input_gets_a_sentence(
 ) -> None:
     found, _, err = plan(*words, "--device", "cpu", capsys=capsys)
     assert found == code and sentence in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("plan.jpg", "Can't write a chart of type '.jpg'"),
+        ("plan", "Can't write a chart without an extension"),
+        ("nowhere/plan.png", "nowhere doesn't exist"),
+    ],
+)
+def test_a_chart_that_cannot_be_written_is_refused_before_any_work(
+    name: str, sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_work(*_: Any, **__: Any) -> None:
+        raise AssertionError("a plan was made")
+
+    monkeypatch.setattr("offload_core.foresight.foresee_job", no_work)
+    code, _, err = plan("--model", DEMO, "--chart", str(tmp_path / name), capsys=capsys)
+    assert code == 2 and sentence in err and "Traceback" not in err
 
 
 def test_what_is_known_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
