@@ -20,6 +20,7 @@ from .results import NodeResult
 
 if TYPE_CHECKING:
     import torch
+    from PIL.Image import Image
 
     from .calls import NodeCall
     from .state import PackState
@@ -110,7 +111,8 @@ def vae_decode(call: NodeCall, *, model: Any, latent: Mapping[str, Any], tiling:
 def plan_preview(
     call: NodeCall, *, model: Any, prompt: str, steps: int, guidance: float, width: int, height: int, batch: int
 ) -> NodeResult:
-    """PhaseOffloadPlanPreview: what the job will take, as a table. Reads configs and headers only."""
+    """PhaseOffloadPlanPreview: what the job will take, as a table and as a chart. Reads configs and headers only."""
+    from offload_core.plan_chart import plan_picture
     from offload_core.plan_table import plan_line, plan_table
 
     options, notes = _pipeline_options(model, steps=steps, guidance=guidance, width=width, height=height, batch=batch)
@@ -126,7 +128,9 @@ def plan_preview(
         notes.append("The plan leaves the LoRAs out.")
     table = "\n".join((plan_table(found), *notes))
     call.observer.status("\n".join((plan_line(found.plan), *found.plan.hints, *notes)))
-    return NodeResult((table,), ui={"text": [table]})
+    chart = _picture_as_image(plan_picture(found))
+    values = (table, chart.to(**call.state.host.image_placement()))
+    return NodeResult(values, ui={"text": [table]}, shown=chart)
 
 
 def purge_cache(call: NodeCall, *, anything: Any) -> NodeResult:
@@ -188,6 +192,14 @@ def _as_image(pixels: torch.Tensor) -> torch.Tensor:
 
     image = pixels.flatten(0, 1) if pixels.ndim == 5 else pixels
     return image.movedim(1, -1).to(torch.float32).contiguous()
+
+
+def _picture_as_image(picture: Image) -> torch.Tensor:
+    """IMAGE [1, H, W, 3] of an RGB picture."""
+    import numpy as np
+    import torch
+
+    return torch.from_numpy(np.asarray(picture, dtype=np.float32) / 255).unsqueeze(0)
 
 
 def _say_how_it_went(call: NodeCall, *notes: str) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from .bodies import FINGERPRINTS
 from .calls import fingerprint, problem, run_node
+from .results import NodeResult
 from .schema import ANY_TYPE, NODES, Input, NodeSchema, Output
 from .state import PackState
 
@@ -39,7 +40,7 @@ def make_node(node: NodeSchema, state: PackState) -> type:
         @classmethod
         def execute(cls, **inputs: Any) -> Any:
             result = run_node(node.id, state, state.host.observer(None), inputs)
-            return io.NodeOutput(*result.values, ui=result.ui or None)
+            return io.NodeOutput(*result.values, ui=_ui(result) or None)
 
     class ModelNode(PhaseOffloadNode):
         """A node with a choice of models: it runs again when their files change, and checks the name by itself."""
@@ -72,6 +73,15 @@ def make_schema(io: Any, node: NodeSchema, state: PackState) -> Any:
         "outputs": [_output(io, spec) for spec in node.outputs],
     }
     return io.Schema(**_accepted(io.Schema, known))
+
+
+def _ui(result: NodeResult) -> dict[str, Any]:
+    """What the host shows on the node. A picture goes into the host's temp folder, which it empties at its start."""
+    if result.shown is None:
+        return result.ui
+    from comfy_api.latest import ui
+
+    return {**result.ui, **ui.PreviewImage(result.shown).as_dict()}
 
 
 def _input(io: Any, spec: Input, state: PackState) -> Any:

@@ -11,7 +11,7 @@ import math
 import uuid
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,7 +19,7 @@ import torch
 
 from .calls import fingerprint, forget_locals, problem, run_node
 from .graph import Graph, GraphError, GraphNode, Link, check_graph, prompt_of
-from .image_files import IMAGE_NODES, LOAD_IMAGE, ImageFolders, image_bodies, image_fingerprint
+from .image_files import IMAGE_NODES, LOAD_IMAGE, ImageFolders, image_bodies, image_fingerprint, save_images
 from .local_host import LocalHost
 from .results import NodeResult
 from .schema import NODES, Input, NodeSchema
@@ -120,7 +120,11 @@ class GraphRunner:
         with torch.inference_mode():
             if node.schema.id in IMAGE_NODES:
                 return image_bodies(self.folders, graph.prompt)[node.schema.id](**inputs)
-            return run_node(node.schema.id, self.state, self.host.observer(node.id), inputs)
+            result = run_node(node.schema.id, self.state, self.host.observer(node.id), inputs)
+            if result.shown is None:
+                return result
+            files = save_images(self.folders.preview, result.shown, "preview", graph.prompt, kind="temp")
+            return replace(result, ui={**result.ui, **files.ui})
 
     def _drop_used_up(self, node: GraphNode, keys: Mapping[str, str], waiting: Counter[str]) -> None:
         for link in node.links.values():

@@ -244,7 +244,7 @@ PLAN = NodeSchema(
     display_name="Plan Preview",
     description=(
         "Says what a job will take, phase by phase, before anything is loaded: whether it fits, its peak of memory, "
-        "what is streamed, and how long it takes."
+        "what is streamed, and how long it takes. Shows a table and a chart of memory over time."
     ),
     inputs=(
         _MODEL,
@@ -257,7 +257,10 @@ PLAN = NodeSchema(
         ),
         *_JOB,
     ),
-    outputs=(Output("report", "STRING", "The plan as a table, with its reasons."),),
+    outputs=(
+        Output("report", "STRING", "The plan as a table, with its reasons."),
+        Output("chart", "IMAGE", "The memory of the device over time, phase by phase, as a picture of 1800 x 800."),
+    ),
     search_aliases=("predict", "estimate", "vram", "memory", "will it fit", "plan", "offload"),
     is_output=True,
 )

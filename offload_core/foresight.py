@@ -33,6 +33,7 @@ DESKTOP_BYTES = 600 << 20
 ASSUMED_RAM = Memory(total=32 << 30, free=24 << 30, source="assumed")
 # A prompt of common length for a plan that is asked for without one.
 USUAL_PROMPT = "a lighthouse on a cliff at dusk, waves below it, warm light in its windows, oil on canvas"
+_DEMO = os.path.join(os.path.dirname(__file__), "demo", "model")
 
 
 @dataclass(frozen=True)
@@ -174,7 +175,7 @@ def _phase(
     rates = rates or measured_rates(device)
     here = replace(handle, device="cpu")
     ways = TraceStore(cache_folder() / "traces").ways([name, *asked_of(handle), *asked], lambda: trace(here))
-    titles = (os.path.basename(handle.model), device_title(device))
+    titles = (_name_of(handle.model), device_title(device))
     return _planned([ways], limits, rates, titles, handle.pipeline, Learnt(device, rates))
 
 
@@ -212,7 +213,7 @@ def _opened(
     known = known_model(str(model)) if not os.path.isdir(model) else None
     if known is None:
         handle = load(model, device="cpu", dtype=dtype, settings=settings)
-        yield handle, None, {}, os.path.basename(handle.model)
+        yield handle, None, {}, _name_of(handle.model)
         return
     with described_source(known) as source:
         yield (
@@ -220,6 +221,10 @@ def _opened(
             source,
             *_defaults(known),
         )
+
+
+def _name_of(folder: str) -> str:
+    return "the demo model" if os.path.realpath(folder) == os.path.realpath(_DEMO) else os.path.basename(folder)
 
 
 def _defaults(known: KnownModel) -> tuple[dict[str, Any], str]:

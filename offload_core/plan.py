@@ -424,6 +424,7 @@ def _reasons(job: PhaseJob, components: Sequence[ComponentPlan], held: _Held, fi
         least = human_bytes(smallest_budget(job, limits))
         reasons.append(f"{job.name} doesn't fit {budget}: it needs {least} at least.")
     reasons += job.assumed
+    activations = activations_on(job.activation_bytes, limits, job.correction.activations)
     for component in components:
         weights = component.weights
         if weights.whole:
@@ -432,7 +433,7 @@ def _reasons(job: PhaseJob, components: Sequence[ComponentPlan], held: _Held, fi
         reasons.append(
             f"{component.name} streams {human_bytes(weights.streamed_bytes)} of its "
             f"{human_bytes(component.weight_bytes)} from {component.tier} in each pass, because "
-            f"{human_bytes(activations_on(job.activation_bytes, limits, job.correction.activations))} of {budget} go to activations."
+            f"{human_bytes(activations)} of {budget} go to activations."
         )
         if component.pass_s > 1.05 * component.compute_s:
             wait = 100 * (1 - component.compute_s / component.pass_s)

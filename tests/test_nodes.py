@@ -14,8 +14,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 import offload_core
 from offload_core.errors import BudgetError, InputError, ModelError, OffloadError, RecordError, TraceError
@@ -549,8 +551,16 @@ def test_plan_preview_says_what_a_job_takes_and_loads_nothing(
         "tight": node("PhaseOffloadLoad", **load, device_memory="300KiB"),
         "small": node("PhaseOffloadPlanPreview", model=["tight", 0], **job),
     }
-    (table,) = runner.run(graph).ui["plan"]["text"]
+    result = runner.run(graph)
+    (table,) = result.ui["plan"]["text"]
     assert [line.split()[0] for line in table.splitlines()[2:6]] == ["encode", "denoise", "decode", "all"]
     assert "unet stays resident" in table
     assert host.said["plan"].startswith("Plan: keeps all weights of a phase resident")
     assert host.said["small"].startswith("This doesn't fit 300.0 KiB of device memory; it needs")
+    assert [path.name for path in result.images] == ["preview_00001_.png", "preview_00002_.png"]
+    report, chart = results_of(runner, graph)["plan"].values
+    assert report == table
+    assert chart.shape == (1, 800, 1800, 3) and chart.dtype == torch.float32
+    assert chart.min() >= 0 and chart.max() == 1
+    shown = np.asarray(Image.open(result.images[0]))
+    assert np.abs(shown / 255 - chart[0].numpy()).max() < 2 / 255

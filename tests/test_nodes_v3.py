@@ -23,6 +23,7 @@ from offload_core.session import Progress
 from offload_core.settings import OffloadSettings
 from phase_offload_nodes.bodies import BODIES
 from phase_offload_nodes.local_host import LocalHost
+from phase_offload_nodes.results import NodeResult
 from phase_offload_nodes.schema import NODES
 from phase_offload_nodes.state import PackState
 
@@ -256,6 +257,25 @@ def test_execute_gives_values_and_ui(io: Any, state: PackState, monkeypatch: pyt
     budgets = {"device_memory": "6GiB", "host_memory": "50%"}
     loaded = made["PhaseOffloadLoad"].execute(model="tiny", dtype="auto", device="cpu", **budgets)
     assert loaded.args[0].settings == OffloadSettings(**budgets)
+
+
+def test_a_picture_that_a_node_shows_becomes_a_file_of_the_host_beside_its_text(
+    io: Any, state: PackState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class PreviewImage:
+        def __init__(self, image: torch.Tensor) -> None:
+            self.image = image
+
+        def as_dict(self) -> dict[str, Any]:
+            return {"images": [{"filename": f"of {self.image.shape[1]} rows"}], "animated": (False,)}
+
+    picture = torch.zeros(1, 4, 9, 3)
+    shown = NodeResult(("table", picture), ui={"text": ["table"]}, shown=picture)
+    monkeypatch.setitem(BODIES, "PhaseOffloadPlanPreview", lambda call, **_: shown)
+    sys.modules["comfy_api.latest"].ui = types.SimpleNamespace(PreviewImage=PreviewImage)  # type: ignore[attr-defined]
+    output = classes(state)["PhaseOffloadPlanPreview"].execute()
+    assert output.args == ("table", picture)
+    assert output.ui == {"text": ["table"], "images": [{"filename": "of 4 rows"}], "animated": (False,)}
 
 
 @pytest.mark.parametrize("error", [InputError("One sentence."), Interrupted(), KeyboardInterrupt(), ValueError("x")])

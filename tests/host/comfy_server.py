@@ -53,6 +53,10 @@ class Checkout:
         found = re.search(r'__version__ = "(.+)"', text)
         return found.group(1) if found else self.directory.name
 
+    @property
+    def version_numbers(self) -> tuple[int, ...]:
+        return tuple(map(int, re.findall(r"\d+", self.version)))
+
     def has_flag(self, flag: str) -> bool:
         return f'"{flag}"' in (self.directory / "comfy" / "cli_args.py").read_text()
 

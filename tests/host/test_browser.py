@@ -106,6 +106,25 @@ def node_of_type(workflow: dict[str, Any], type_: str) -> dict[str, Any]:
     return node
 
 
+ONLY_PLAN = """steps => {
+  for (const node of [...app.graph.nodes]) if (node.type != 'PhaseOffloadLoad') app.graph.remove(node);
+  const [load] = app.graph.nodes;
+  const plan = LiteGraph.createNode('PhaseOffloadPlanPreview');
+  plan.pos = [load.pos[0] + load.size[0] + 60, load.pos[1]];
+  plan.widgets.find(widget => widget.name == 'steps').value = steps;
+  app.graph.add(plan);
+  load.connect(0, plan, 0);
+  app.canvas.ds.scale = 0.7;
+  app.canvas.ds.offset = [120 - load.pos[0], 120 - load.pos[1]];
+}"""
+PHASES = ["encode", "denoise", "decode", "all"]
+PLAN_TABLE = """() => [...document.querySelectorAll('pre')].map(each => each.textContent)
+  .find(text => text.includes('device peak'))"""
+PLAN_SAVED = """() => app.graph.serialize().nodes.find(node => node.type == 'PhaseOffloadPlanPreview').widgets_values"""
+PLAN_PICTURES = """() => app.graph.nodes.filter(node => node.type == 'PhaseOffloadPlanPreview')
+  .flatMap(node => node.imgs ?? []).map(image => [image.naturalWidth, image.naturalHeight])"""
+
+
 def open_workflow(page: Page, workflow: dict[str, Any]) -> None:
     page.evaluate("async workflow => { await app.loadGraphData(workflow) }", workflow)
     page.wait_for_function("count => app.graph.nodes.length == count", arg=len(workflow["nodes"]))
@@ -156,6 +175,36 @@ def test_example_workflow_runs_with_the_new_kind_of_nodes(
         assert press_run(page) == "execution_success"
         page.wait_for_function(f"() => ({VISIBLE_PICTURES})().some(([width]) => width > 0)")
         screenshot(page, "text-to-image-new-nodes", checkout, tmp_path)
+        assert faults == []
+    finally:
+        set_setting(page, "Comfy.VueNodes.Enabled", False)
+
+
+@pytest.mark.parametrize("new_nodes", [False, True], ids=["canvas", "new-nodes"])
+def test_plan_preview_shows_table_and_chart_on_the_node(
+    page: Page, workflow: dict[str, Any], faults: list[str], checkout: Checkout, tmp_path: Path, new_nodes: bool
+) -> None:
+    if new_nodes and checkout.version_numbers < (0, 3, 76):
+        pytest.skip(f"ComfyUI {checkout.version} draws the new kind of nodes as an experiment only")
+    steps = 3 if new_nodes else 2  # else all is cached
+    set_setting(page, "Comfy.VueNodes.Enabled", new_nodes)
+    try:
+        open_workflow(page, workflow)
+        page.evaluate(ONLY_PLAN, steps)
+        assert press_run(page) == "execution_success"
+        pictures = VISIBLE_PICTURES if new_nodes else PLAN_PICTURES
+        page.wait_for_function(f"() => ({pictures})().some(([width]) => width == 1800)")
+        page.wait_for_function(PLAN_TABLE)
+        assert [line.split()[0] for line in page.evaluate(PLAN_TABLE).splitlines()[2:6]] == PHASES
+        screenshot(page, f"plan-preview-{'new-nodes' if new_nodes else 'canvas'}", checkout, tmp_path)
+        saved = page.evaluate(PLAN_SAVED)
+        assert saved[:6] == ["", steps, -1, 0, 0, 1] and "device peak" not in str(saved)  # the table isn't saved
+        if checkout.version_numbers >= (0, 3, 76):  # older pages forget what nodes showed, pictures too
+            own = page.evaluate("() => app.extensionManager.workflow.activeWorkflow.filename")
+            page.get_by_text("Unsaved Workflow", exact=True).first.click()
+            page.wait_for_function("() => !app.graph.nodes.some(node => node.type == 'PhaseOffloadPlanPreview')")
+            page.get_by_text(own, exact=True).first.click()
+            page.wait_for_function(PLAN_TABLE)
         assert faults == []
     finally:
         set_setting(page, "Comfy.VueNodes.Enabled", False)

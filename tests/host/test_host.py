@@ -184,12 +184,17 @@ def test_purge_changes_no_pixel_and_says_what_it_freed(server: Server, short: Gr
     np.testing.assert_array_equal(only_picture(server.run(graph)), only_picture(with_purge))
 
 
-def test_plan_preview_shows_a_table_before_anything_is_loaded(server: Server, graph: Graph) -> None:
+def test_plan_preview_shows_a_table_and_a_chart_before_anything_is_loaded(server: Server, graph: Graph) -> None:
     load = node_of(graph, LOAD)
     job = {"prompt": "", "steps": 2, "guidance": -1.0, "width": 0, "height": 0, "batch": 1}
     asked = {load: graph[load], "plan": {"class_type": PLAN, "inputs": {"model": [load, 0], **job}}}
-    (table,) = server.run(asked).history["outputs"]["plan"]["text"]
+    run = server.run(asked)
+    (table,) = run.history["outputs"]["plan"]["text"]
     assert [line.split()[0] for line in table.splitlines()[2:6]] == ["encode", "denoise", "decode", "all"]
+    (chart,) = run.history["outputs"]["plan"]["images"]
+    assert chart["type"] == "temp"
+    (picture,) = run.pictures  # as /view serves it
+    assert picture.size == (1800, 800)
 
 
 def test_latent_changed_by_a_node_of_the_host_is_decoded_as_changed(server: Server, short: Graph) -> None:
