@@ -115,10 +115,10 @@ class MemoryTimeline:
 def memory_timeline(foresight: Foresight) -> MemoryTimeline:
     """The memory on the execution device while a planned job runs. It ends when the plan says that the job does.
 
-    Memory that a phase reserves counts as taken: the whole ring from when the first component needs it. Activations
-    are those of the running stretch of a call, with what is around the call (`PhaseJob.activation_bytes`) as far as it
-    was there at the peak. A phase that doesn't fit is shown as it is planned: in the smallest budget in which it does.
-    Calls of several kinds (with and without guidance) alternate.
+    The ring counts as taken from when the first component needs it, full or not. Activations are those of the stretch
+    that runs, with what the pipeline holds around the call; how much that is is known at the phase's peak, and taken
+    for the same at all times. Calls of several kinds (with and without guidance) alternate. A phase that doesn't fit is
+    shown as it is planned: in the smallest budget in which it does.
     """
     phases: list[PhaseMemory] = []
     for traced, plan in zip(foresight.traces, foresight.plan.phases, strict=True):
