@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import offload_core as po
+from offload_core.tiny_models import save_tiny
+from offload_core.tiny_models.running import align
 from staging import job, one_shot, staged, tiny_model, words
 
 
@@ -186,6 +189,23 @@ def test_out_of_memory_in_decode_is_answered_by_smaller_and_smaller_tiles(monkey
     assert session.report.phases[-1].notes == ("Decoded in tiles of 512 pixels.", "Decoded in tiles of 256 pixels.")
     with pytest.raises(po.InsufficientMemoryError, match=r"out of memory on cpu \(pretend\).*with tiling, or"):
         po.decode(handle, latents, tiling="off")
+
+
+def test_a_vae_whose_file_is_wider_than_the_denoisers_decodes_in_its_own_dtype(tmp_path: Path) -> None:
+    """FLUX.2-dev is published like that, and its pipeline hands its VAE the denoiser's dtype."""
+    from diffusers import AutoencoderKLFlux2
+
+    path = save_tiny("flux2_klein", tmp_path / "model", torch.bfloat16)
+    shutil.rmtree(path / "vae")
+    shutil.copytree(tiny_model("flux2_klein") / "vae", path / "vae")
+    handle = po.load(path, device="cpu")
+    latents = po.denoise(handle, po.encode(handle, "a star"), **job("flux2_klein", guided=False))
+    (z,) = (tensor for tensor in latents.decode.tensors if tensor.is_floating_point())
+    assert z.dtype == torch.bfloat16
+    vae = AutoencoderKLFlux2.from_pretrained(path / "vae").requires_grad_(False)
+    align(vae)
+    expected = (vae.decode(z.float()).sample / 2 + 0.5).clamp(0, 1)
+    assert torch.equal(po.decode(handle, latents, "pt"), expected)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import functools
 import json
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -133,7 +133,9 @@ def _component(folder: Path, name: str, part: dict[str, Any], model: KnownModel)
     source = ComponentSource(name, library, class_name, folder, config)
     if "parameters" not in part:
         if "Tokenizer" in class_name or "Processor" in class_name or "FeatureExtractor" in class_name:
-            _stand_in(class_name, name, model, config).save_pretrained(folder)
+            stand_in = _stand_in(class_name, name, model, config)
+            stand_in.save_pretrained(folder)
+            source = replace(source, class_name=type(stand_in).__name__)
         else:
             file = next((file for word, file in _CONFIG_NAMES.items() if word in class_name), "config.json")
             (folder / file).write_text(json.dumps({"_class_name": class_name, **config}), "utf-8")
@@ -155,6 +157,8 @@ def _stand_in(class_name: str, name: str, model: KnownModel, config: dict[str, A
         from transformers import CLIPImageProcessor
 
         return CLIPImageProcessor()
+    if class_name == "PixtralProcessor":
+        return _tokenizers.mistral_tokenizer()
     if class_name == "CLIPTokenizer":
         return _tokenizers.clip_tokenizer()
     kinds = {

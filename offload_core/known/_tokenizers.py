@@ -86,6 +86,15 @@ def llama_tokenizer() -> LlamaTokenizer:
     return tokenizer
 
 
+def mistral_tokenizer() -> LlamaTokenizer:
+    """Return a tokenizer of letters in the place of FLUX.2-dev's processor, whose messages are lists of parts."""
+    tokenizer = llama_tokenizer()
+    tokenizer.chat_template = (
+        "{% for message in messages %}{% for part in message['content'] %}{{ part['text'] }}{% endfor %}{% endfor %}"
+    )
+    return tokenizer
+
+
 def _bytes_to_fall_back_on() -> list[str]:
     return [f"<0x{byte:02X}>" for byte in range(256)]
 

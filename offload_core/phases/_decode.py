@@ -143,10 +143,19 @@ def _decode(phase: Phase, vae: Any, latents: Latents, tiling: str) -> torch.Tens
     )
 
 
+def decode_arguments(latents: Latents, vae: Any, device: torch.device) -> Any:
+    """What to call `vae.decode` with: what the pipeline asked, in the VAE's dtype. Some pipelines take for granted that
+    all files are of one dtype, and FLUX.2's aren't."""
+    args, kwargs = from_plain(latents.decode, device)
+    if args and isinstance(args[0], torch.Tensor) and args[0].is_floating_point():
+        args[0] = args[0].to(next(vae.parameters()).dtype)
+    return args, kwargs
+
+
 def _try(phase: Phase, vae: Any, latents: Latents) -> tuple[torch.Tensor | None, str]:
     """The picture; or none, and how memory ran out."""
     try:
-        args, kwargs = from_plain(latents.decode, phase.device)
+        args, kwargs = decode_arguments(latents, vae, phase.device)
         return _sample_of(vae.decode(*args, **kwargs)), ""
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):

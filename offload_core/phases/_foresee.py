@@ -21,7 +21,7 @@ from ..trace import Trace, Tracer
 from ..trace_blocks import repeated_blocks
 from ._cold import forget_method_caches
 from ._components import Component
-from ._decode import ENCODER_HALF, TILE_SIZES
+from ._decode import ENCODER_HALF, TILE_SIZES, decode_arguments
 from ._denoise import check_size, collect_latents, denoise_call, denoise_ports
 from ._encode import encode_call, encode_ports, force_guidance, friendly_errors, one_negative_each
 from ._handle import Handle, model_defaults
@@ -230,7 +230,7 @@ def _decode(handle: Handle, source: ModelSource, latents: Latents, tiling: str, 
             vae.to(dtype=component.recast)
             watch = _Watch(poll)
             with watch.watching(phase):
-                args, kwargs = from_plain(latents.decode, phase.device)
+                args, kwargs = decode_arguments(latents, vae, phase.device)
                 watch.trace(latents.component, "decode", vae.decode, args, kwargs)
             for half in ENCODER_HALF:
                 vae._modules.pop(half, None)  # stays on disk
