@@ -107,7 +107,8 @@ class MemoryCount(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        self.leave_out(_tensors((args, kwargs)))
+        if func is not _NEW:
+            self.leave_out(_tensors((args, kwargs)))
         result = func(*args, **kwargs)
         self.made(result)
         return result
@@ -287,7 +288,8 @@ class Tracer(MemoryCount):
             flat = [self._hot(value) if isinstance(value, StreamedWeight) else value for value in flat]
             args, kwargs = pytree.tree_unflatten(flat, spec)
         tensors = [value for value in flat if isinstance(value, torch.Tensor)]
-        self.leave_out(tensors)
+        if func is not _NEW:
+            self.leave_out(tensors)
         result = self._run(func, args, kwargs, flat, spec, tensors)
         if self._spread and func.overloadpacket is aten.topk and isinstance(result[1], FakeTensor):
             result, self._has_spread = (result[0], _spread_evenly(result[1], args)), True
@@ -440,6 +442,7 @@ def _spread_evenly(chosen: torch.Tensor, args: Sequence[Any]) -> torch.Tensor:
 
 # Said of a model that picks experts by what it computed, and doesn't run on shapes alone.
 _EVENLY = "its experts are taken to be used evenly"
+_NEW = aten.lift_fresh.default  # torch.tensor([...]) makes its storage first, and only then there is an operator
 _INDEXING = {aten.index, aten.index_put, aten.index_put_}
 _ALIASES = {aten.detach.default, aten.alias.default}
 _LOOKUPS = {aten.embedding.default, aten.index_select.default}

@@ -219,6 +219,24 @@ def test_memory_that_was_there_before_is_not_counted() -> None:
         assert count.peak_bytes == other.nbytes
 
 
+class Constant(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight * torch.tensor([1.0, 2.0, 3.0, 4.0])
+
+
+def test_a_tensor_made_from_numbers_is_counted() -> None:
+    """Its storage is there before any operator. The Gemma encoders of Sana, Lumina 2 and LTX-2 make some in each call."""
+    x = torch.zeros(4)
+    with MemoryCount() as count:
+        made = torch.tensor([1.0, 2.0])
+        assert count.live_bytes == made.nbytes == 8
+    assert traced(cold(Constant()), x).peak_bytes == 3 * x.nbytes  # a product, the constant, and their product
+
+
 @pytest.mark.parametrize("name", ["flux", pytest.param("wan22_a14b", marks=pytest.mark.slow)])
 def test_decoding_in_tiles_is_foretold_to_the_byte_without_blending_them(
     name: str, monkeypatch: pytest.MonkeyPatch
