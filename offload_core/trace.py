@@ -173,7 +173,7 @@ class Tracer(MemoryCount):
         self.real_bytes = _REAL_BYTES  # results of real tensors up to this size are real
         self._blind = self._spread = self._has_spread = False
         self._stop: BaseException | None = None
-        self._traced: dict[str, tuple[Trace, Any]] = {}
+        self._traced: dict[str, tuple[Trace, Any, int]] = {}  # trace, shapes of the result, bytes that it left behind
 
     def call(
         self, name: str, run: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
@@ -196,13 +196,15 @@ class Tracer(MemoryCount):
         key = f"{name}:{_signature(args, kwargs)}"
         if key not in self._traced:
             self._traced[key] = self._trace(name, run, args, kwargs)
-        trace, result = self._traced[key]
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes + trace.peak_bytes)
+            return self._traced[key][:2]
+        trace, result, left = self._traced[key]
+        # Tables that the first call made for all that follow are alive already: they aren't made again.
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes + trace.peak_bytes - left)
         return trace, result
 
     def _trace(
         self, name: str, run: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
-    ) -> tuple[Trace, Any]:
+    ) -> tuple[Trace, Any, int]:
         for real_bytes, spread in ((_REAL_BYTES, False), (_REAL_BYTES_IN_NEED, False), (_REAL_BYTES_IN_NEED, True)):
             self.real_bytes, self._spread, self._has_spread = real_bytes, spread, False
             self._call = call = _Recorded(self)
@@ -225,7 +227,9 @@ class Tracer(MemoryCount):
             raise TraceError(f"{name} needs values that aren't known before it runs ({reason}).")
         output = sum({storage._cdata: storage.nbytes() for storage in storages}.values())
         assumed = _EVENLY if self._has_spread else ""
-        return Trace(tuple(call.weights.values()), _joined(call.stretches), output, assumed), shapes
+        del storages
+        left = self.live_bytes - call.before
+        return Trace(tuple(call.weights.values()), _joined(call.stretches), output, assumed), shapes, left
 
     @property
     def is_tracing(self) -> bool:

@@ -198,6 +198,28 @@ def test_a_call_like_one_before_is_not_traced_again_and_counts_its_memory_again(
     assert tracer.peak_bytes >= result.nbytes + other.peak_bytes
 
 
+class Remembering(nn.Module):
+    """Makes a table in its first call and keeps it, as Z-Image does with its rotary embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1000))
+        self.table: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.table is None:
+            self.table = torch.zeros(1000)
+        return x * self.weight + self.table
+
+
+def test_a_table_that_the_first_call_leaves_behind_is_counted_once() -> None:
+    module, tracer, x = cold(Remembering()), Tracer(), torch.zeros(1000)
+    with tracer, torch.no_grad():
+        for _ in range(2):
+            tracer.call("module", module, (x,), {})
+    assert tracer.peak_bytes == 3 * x.nbytes  # the table, a product and a sum
+
+
 def test_nothing_counted_is_left_when_everything_is_dropped() -> None:
     with MemoryCount() as count:
         x = torch.zeros(1000)
@@ -229,7 +251,7 @@ class Constant(nn.Module):
 
 
 def test_a_tensor_made_from_numbers_is_counted() -> None:
-    """Its storage is there before any operator. The Gemma encoders of Sana, Lumina 2 and LTX-2 make some in each call."""
+    """Its storage is there before any operator. The Gemma encoders of Sana, Lumina 2 and LTX-2 make some."""
     x = torch.zeros(4)
     with MemoryCount() as count:
         made = torch.tensor([1.0, 2.0])
