@@ -138,6 +138,10 @@ class Terminal:
         with ProgressBars(self.err, self._interrupt) as bars:
             yield Session(observer=bars)
 
+    def check_interrupt(self) -> None:
+        """Raises KeyboardInterrupt if Ctrl-C was pressed, even if a library swallowed it."""
+        self._interrupt.check()
+
     def say(self, text: str) -> None:
         """One line (or a table) on stdout, never folded or coloured."""
         self.out.print(text, markup=False, soft_wrap=True)

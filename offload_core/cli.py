@@ -31,6 +31,9 @@ EXIT_CODES = {
 }
 
 
+_DEBUG_HELP = "show log messages, and tracebacks of errors"
+
+
 @dataclass(frozen=True)
 class Command:
     """One subcommand. `run` raises OffloadError for what a person can put right. has_report: it takes --report."""
@@ -281,20 +284,24 @@ DEMO = Command("demo", "draw six captions with the small model that comes along"
 
 
 def _bench_arguments(parser: argparse.ArgumentParser) -> None:
-    from .bench import offload
+    from .bench import foresight, offload
 
-    offload.add_arguments(parser)
+    subjects = parser.add_subparsers(dest="what", required=True, metavar="WHAT")
+    for name, room, says in (
+        ("offload", offload, "this engine beside others, on a model made for it"),
+        ("foresight", foresight, "what is foretold of a job beside what happens, on tiny models of many families"),
+    ):
+        subject = subjects.add_parser(name, help=says, description=says[0].upper() + says[1:] + ".")
+        room.add_arguments(subject)
+        subject.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=_DEBUG_HELP)
+        subject.set_defaults(bench=room.run)
 
 
 def _bench(args: argparse.Namespace, terminal: Terminal) -> None:
-    from .bench import offload
-
-    offload.run(args, terminal)
+    args.bench(args, terminal)
 
 
-BENCH = Command(
-    "bench", "measure this engine beside others on a model made for it", _bench_arguments, _bench, has_report=False
-)
+BENCH = Command("bench", "measure this engine on models made for it", _bench_arguments, _bench, has_report=False)
 
 
 # ----------------------------------------------------------------------------------------------------- plan
@@ -348,7 +355,7 @@ def _parser(commands: Iterable[Command], words: Sequence[str]) -> argparse.Argum
             command.add_arguments(sub)
         if command.has_report:
             sub.add_argument("--report", type=_report_file, metavar="FILE.json", help="write the phase report as JSON")
-        sub.add_argument("--debug", action="store_true", help="show log messages, and tracebacks of errors")
+        sub.add_argument("--debug", action="store_true", help=_DEBUG_HELP)
     return parser
 
 

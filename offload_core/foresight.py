@@ -84,7 +84,7 @@ def foresee_job(
     settings = settings or OffloadSettings()
     machine = known_machine(hardware) if hardware else None
     device = torch.device("cpu") if machine else resolve_device(settings.execution_device)
-    limits = _limits_of(machine, settings) if machine else _limits_here(settings, device)
+    limits = _limits_of(machine, settings) if machine else limits_here(settings, device)
     rates = rates or (rates_of(machine) if machine else measured_rates(device))
     learnt = None if machine else Learnt(device, rates)
     with _opened(model, dtype, settings) as (handle, source, defaults, title):
@@ -231,7 +231,7 @@ def _defaults(known: KnownModel) -> tuple[dict[str, Any], str]:
     return dict(known.defaults), known.title
 
 
-def _limits_here(settings: OffloadSettings, device: torch.device) -> Limits:
+def limits_here(settings: OffloadSettings, device: torch.device) -> Limits:
     """The budgets that the engine would make of these settings on this machine, now."""
     from .streaming import OffloadScope
 

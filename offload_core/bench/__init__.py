@@ -1,4 +1,6 @@
-"""``phase-offload bench offload``: this engine and its peers, each in a fresh process, on one made model.
+"""``phase-offload bench``: measurements that the command makes on models made for them.
+
+``bench offload``: this engine and its peers, each in a fresh process, on one made model.
 
 model.py        makes the model once and knows its inputs
 job.py          what one process is asked to do, and the row it answers with
@@ -10,4 +12,15 @@ micro.py        what one weight access costs, and a step of a tiny model
 accelerator.py  the cases of a machine with an accelerator
 offload.py      the command: cases x ways, ratios
 table.py        the rows as text
+
+``bench foresight``: what is foretold of a job beside what happens, on tiny models of many families.
+
+foresight_cases.py    families, sizes, models, and all that is foretold of one case
+live_bytes.py         counts live tensors, independently of the trace
+activations.py        peaks of activations of every component
+budgets.py            peaks of phases in budgets, and whether a job fits
+step_times.py         seconds of a denoising step
+foresight.py          the command: families x sizes x budgets, shares
+foresight_summary.py  the shares, and whether targets are met
+foresight_table.py    the rows as text
 """

@@ -52,8 +52,7 @@ CASES = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of ``bench``."""
-    parser.add_argument("what", choices=("offload",), help="what to measure")
+    """The options of ``bench offload``."""
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all rows and the summary here")
     parser.add_argument("--model-dir", type=Path, metavar="DIR", help="keep the made models here and use them again")
     parser.add_argument("--size", type=parse_size, default=DEFAULT_SIZE, metavar="BYTES", help="of the model (2G)")
