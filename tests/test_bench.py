@@ -60,7 +60,7 @@ def bench(home: Path, *options: str) -> tuple[dict[str, Any], str]:
     parser = argparse.ArgumentParser()
     offload.add_arguments(parser)
     result = home / "result.json"
-    common = ["offload", "--model-dir", str(home), "--size", str(SIZE), "--device", "cpu", "--json", str(result)]
+    common = ["--model-dir", str(home), "--size", str(SIZE), "--device", "cpu", "--json", str(result)]
     terminal = Quiet()
     offload.run(parser.parse_args([*common, "--steps", "1", "--tokens", "16", "8", *options]), terminal)  # type: ignore[arg-type]
     return json.loads(result.read_text()), "\n".join(terminal.said)

@@ -251,26 +251,37 @@ def test_readme_lists_the_same_exit_codes():
 
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Stands in for the benchmark; what it was asked for is in the list."""
+    """Stands in for the benchmarks; what they were asked for is in the list."""
     asked: list[Any] = []
-    offload = types.ModuleType("offload_core.bench.offload")
+    package = types.ModuleType("offload_core.bench")
+    package.__path__ = []
+    monkeypatch.setitem(sys.modules, package.__name__, package)
 
     def add_arguments(parser: argparse.ArgumentParser) -> None:
         asked.append("arguments")
-        parser.add_argument("what", choices=("offload",))
         parser.add_argument("--json", type=Path)
 
-    vars(offload).update(add_arguments=add_arguments, run=lambda args, terminal: asked.append((args.what, args.json)))
-    package = types.ModuleType("offload_core.bench")
-    vars(package).update(offload=offload, __path__=[])
-    monkeypatch.setitem(sys.modules, package.__name__, package)
-    monkeypatch.setitem(sys.modules, offload.__name__, offload)
+    for name in ("offload", "foresight"):
+        room = types.ModuleType(f"offload_core.bench.{name}")
+        vars(room).update(
+            add_arguments=add_arguments,
+            run=lambda args, terminal, name=name: asked.append((name, args.json, args.debug)),
+        )
+        setattr(package, name, room)
+        monkeypatch.setitem(sys.modules, room.__name__, room)
     return asked
 
 
-def test_bench_is_asked_for_its_options_and_run(bench: list[Any]):
-    assert run("bench", "offload", "--json", "rows.json") == 0
-    assert bench == ["arguments", ("offload", Path("rows.json"))]
+@pytest.mark.parametrize("what", ["offload", "foresight"])
+def test_bench_is_asked_for_its_options_and_run(what: str, bench: list[Any]):
+    assert run("bench", what, "--json", "rows.json") == 0
+    assert bench[-1] == (what, Path("rows.json"), False)
+
+
+@pytest.mark.parametrize("argv", [("--debug", "offload"), ("offload", "--debug")])
+def test_bench_takes_debug_before_and_after_its_subject(argv: tuple[str, ...], bench: list[Any]):
+    assert run("bench", *argv) == 0
+    assert bench[-1] == ("offload", None, True)
 
 
 @pytest.mark.parametrize("argv", [("--help",), ("demo", "--help"), (*GENERATE, "--steps", "x"), ()])
@@ -282,7 +293,11 @@ def test_other_commands_never_touch_the_benchmark(bench: list[Any], argv: tuple[
 def test_the_real_benchmark_has_a_help_page(capsys: Any):
     assert run("bench", "--help") == 0
     out = capsys.readouterr().out
-    assert "offload" in out and "--json" in out and "--report" not in out
+    assert "offload" in out and "foresight" in out
+    for what in ("offload", "foresight"):
+        assert run("bench", what, "--help") == 0
+        out = capsys.readouterr().out
+        assert "--json" in out and "--report" not in out
 
 
 def test_help_lists_every_command(capsys: Any):
