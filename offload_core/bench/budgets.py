@@ -142,8 +142,8 @@ class Truth:
         self._latents: Latents = denoise(handle, self._embeds, session=self._session())
 
     def refusal(self, budget: int) -> str:
-        """The first phase that doesn't fit and why; nothing if all do."""
-        for name in PHASES:
+        """A phase that doesn't fit and why; nothing if all do. The one with most activations is asked first."""
+        for name in sorted(PHASES, key=lambda name: -self.activations[name]):
             if self.activations[name] >= budget:
                 return f"{name}: its activations alone take {self.activations[name]:,} bytes."
             session = self._session()
