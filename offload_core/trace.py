@@ -228,7 +228,7 @@ class Tracer(MemoryCount):
         output = sum({storage._cdata: storage.nbytes() for storage in storages}.values())
         assumed = _EVENLY if self._has_spread else ""
         del storages
-        left = self.live_bytes - call.before
+        left = max(self.live_bytes - call.before, 0)
         return Trace(tuple(call.weights.values()), _joined(call.stretches), output, assumed), shapes, left
 
     @property

@@ -185,7 +185,8 @@ def test_ctrl_c_in_mid_run_is_no_row() -> None:
 @pytest.mark.slow
 def test_a_job_fits_down_to_the_byte_and_no_further() -> None:
     """Found out by running: what is told of the smallest budget, and of one byte less, is true."""
-    found = budgets.fit_rows(case("sd15"), Foretold(case("sd15"), nothing), ("+0", "-1"), RATES, nothing)
+    one = case("sd15")
+    found = budgets.fit_rows(one, Foretold(one, nothing), budgets.Truth(one, nothing), ("+0", "-1"), RATES)
     assert [(r.fits, r.right) for r in found] == [(True, True), (False, True)]
     assert found[1].reason.startswith("decode: ")
 
@@ -194,28 +195,59 @@ def test_a_job_fits_down_to_the_byte_and_no_further() -> None:
 def test_the_truth_knows_nothing_of_the_plan() -> None:
     """With a plan that asks for far too little the answer is wrong, and the row says so."""
 
-    class Careless:
-        def plan(self, budget: int, rates: Rates) -> Any:
-            return type("Plan", (), {"smallest_budget_bytes": 100_000, "fits": True})
-
-    (found,) = budgets.fit_rows(case("sd15"), Careless(), ("+0",), RATES, nothing)  # type: ignore[arg-type]
+    careless = plans(least=100_000, fits=True)
+    (found,) = budgets.fit_rows(case("sd15"), careless, budgets.Truth(case("sd15"), nothing), ("+0",), RATES)
     assert found.predicted and found.fits is False and not found.right
 
 
-def test_only_a_refused_budget_means_that_a_job_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Any other error is a failure, which counts as a wrong answer."""
+class Asked:
+    """A truth with one answer."""
 
-    class Broken:
-        def __init__(self, *_: Any) -> None: ...
+    def __init__(self, answer: str | Exception) -> None:
+        self.answer = answer
 
-        def refusal(self, budget: int) -> str:
-            raise ValueError("something else")
+    def refusal(self, budget: int) -> str:
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
 
-    monkeypatch.setattr(budgets, "Truth", Broken)
-    plans = type("Plans", (), {"plan": lambda *_: type("Plan", (), {"smallest_budget_bytes": 100, "fits": False})})
-    (found,) = budgets.fit_rows(Case("sd15", FAMILIES["sd15"][0], Path()), plans(), ("-1",), RATES, nothing)
-    assert found.budget_bytes == 99 and found.status == "failed" and not found.right
-    assert not issubclass(ValueError, BudgetError)
+
+def plans(*, least: int, fits: bool) -> Any:
+    """What is foretold of a case, as far as rows of fits ask."""
+    plan = type("Plan", (), {"smallest_budget_bytes": least, "fits": fits})
+    return type("Plans", (), {"plan": lambda *_: plan})()
+
+
+@pytest.mark.parametrize(("answer", "right"), [("decode: too large", True), ("", False), (ValueError("broken"), False)])
+def test_an_answer_is_right_where_the_truth_says_the_same_and_a_failure_never_is(answer: Any, right: bool) -> None:
+    truth: Any = Asked(answer)
+    found = budgets.fit_rows(
+        Case("sd15", FAMILIES["sd15"][0], Path()), plans(least=100, fits=False), truth, ["-1"], RATES
+    )
+    assert [(r.budget_bytes, r.right) for r in found] == [(99, right)]
+
+
+def test_a_job_fits_if_no_phase_is_refused_and_asks_the_hungriest_phase_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Activations that alone fill the budget need no run; any error but a refused budget isn't an answer."""
+    ran: list[str] = []
+
+    def run(self: Any, name: str, handle: Any, session: Any) -> None:
+        ran.append(name)
+        session.report.phases.append(type("Report", (), {"reserved_peak_bytes": 10}))
+        if name == "denoise":
+            raise refused
+
+    monkeypatch.setattr(budgets.Truth, "_run", run)
+    monkeypatch.setattr(budgets, "_handle", lambda *_: None)
+    truth = object.__new__(budgets.Truth)
+    truth._case, truth._poll, truth.activations = Case("", FAMILIES["sd15"][0], Path()), nothing, {}
+    truth.activations |= {"encode": 10, "denoise": 20, "decode": 30}
+    refused: Exception = BudgetError("no room")
+    assert truth.refusal(100) == "denoise: no room" and ran == ["decode", "denoise"]
+    assert truth.refusal(30).startswith("decode: its activations alone") and len(ran) == 2
+    refused = ValueError("something else")
+    with pytest.raises(ValueError, match="something else"):
+        truth.refusal(100)
 
 
 # ------------------------------------------------------------------------------------------------- the sums
@@ -237,7 +269,7 @@ def test_an_explained_miss_is_a_miss_that_is_explained() -> None:
 
 
 def test_the_sums_of_peaks_fits_and_steps() -> None:
-    peaks = [PeakRow("flux", "64x48", 1.0, 10, "encode", 100, reserved) for reserved in (100, 98, 96, 101)]
+    peaks = [PeakRow("flux", "64x48", 1.0, 10, "encode", 100, measured) for measured in (100, 98, 96, 101)]
     fits = [FitRow("flux", "64x48", "+0", 10, True, True), FitRow("flux", "64x48", "-1", 9, False, True)]
     steps = [StepRow("flux", "64x48", predicted_s=p, measured_s=1.0, second_s=s) for p, s in ((1.1, 1.0), (1.5, 1.1))]
     found = summarise(Rows(device_peaks=peaks, fits=fits, step_times=[*steps, StepRow("sd15", "", status="failed")]))

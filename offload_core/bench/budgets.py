@@ -30,8 +30,9 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class PeakRow:
-    """One phase in one budget. times_least: the budget as a multiple of the smallest that works. planned_bytes,
-    reserved_bytes: of device memory at most, for weights, ring and activations. status: "ok" or "failed"."""
+    """One phase in one budget. times_least: the budget as a multiple of the smallest that works. planned_bytes: of
+    device memory at most, for weights, ring and activations. measured_bytes: the most that was booked for weights and
+    ring in a run, and the activations as they were counted. status: "ok" or "failed"."""
 
     family: str
     size: str
@@ -39,14 +40,14 @@ class PeakRow:
     budget_bytes: int
     phase: str
     planned_bytes: int | None = None
-    reserved_bytes: int | None = None
+    measured_bytes: int | None = None
     status: str = "ok"
     reason: str = ""
 
     @property
     def ratio(self) -> float | None:
-        """Reserved to planned; None where there is nothing to compare."""
-        return self.reserved_bytes / self.planned_bytes if self.reserved_bytes and self.planned_bytes else None
+        """Measured to planned; None where there is nothing to compare."""
+        return self.measured_bytes / self.planned_bytes if self.measured_bytes and self.planned_bytes else None
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self) | {"ratio": self.ratio}
@@ -77,8 +78,11 @@ class FitRow:
 # --------------------------------------------------------------------------------------------- peaks of a phase
 
 
-def peak_rows(case: Case, foretold: Foretold, times: Sequence[float], rates: Rates, poll: Poll) -> list[PeakRow]:
-    """Runs the three phases with a plan for each multiple of the smallest budget."""
+def peak_rows(
+    case: Case, foretold: Foretold, activations: dict[str, int], times: Sequence[float], rates: Rates, poll: Poll
+) -> list[PeakRow]:
+    """Runs the three phases with a plan for each multiple of the smallest budget. activations: see
+    `phase_activations`; what a phase reserves for them is the plan's own figure and would prove nothing."""
     least = foretold.plan(ROOMY_BYTES, rates).smallest_budget_bytes
     rows: list[PeakRow] = []
     for multiple in times:
@@ -90,9 +94,11 @@ def peak_rows(case: Case, foretold: Foretold, times: Sequence[float], rates: Rat
         except Exception as error:
             rows += _failed_peaks(where, error)
             continue
-        for report, planned in zip(reports, plan.phases, strict=True):
-            planned_bytes, reserved_bytes = planned.device_peak_bytes, report.reserved_peak_bytes
-            rows.append(replace(where, phase=report.name, planned_bytes=planned_bytes, reserved_bytes=reserved_bytes))
+        for planned in plan.phases:
+            reserved = max(report.reserved_peak_bytes for report in reports if report.name == planned.name)
+            measured = reserved - planned.activation_peak_bytes + activations[planned.name]
+            row = replace(where, phase=planned.name, planned_bytes=planned.device_peak_bytes, measured_bytes=measured)
+            rows.append(row)
     return rows
 
 
@@ -166,24 +172,19 @@ class Truth:
         return Session(Polled(self._poll))
 
 
-def fit_rows(case: Case, foretold: Foretold, budgets: Sequence[str], rates: Rates, poll: Poll) -> list[FitRow]:
+def fit_rows(case: Case, foretold: Foretold, truth: Truth, budgets: Sequence[str], rates: Rates) -> list[FitRow]:
     """Asks the plan and the truth about budgets, each in words: a multiple of the smallest that the plan says works
     ("0.9"), or that and some bytes ("-1")."""
     least = foretold.plan(ROOMY_BYTES, rates).smallest_budget_bytes
     sizes = {words: least + int(words) if words[0] in "+-" else int(least * float(words)) for words in budgets}
-    wheres = [FitRow(case.family, str(case.size), words, size) for words, size in sizes.items()]
-    try:
-        truth = Truth(case, poll)
-    except Exception as error:
-        return [_failed_fit(where, error) for where in wheres]
     rows = []
-    for where in wheres:
-        predicted = foretold.plan(where.budget_bytes, rates).fits
+    for words, size in sizes.items():
+        where = FitRow(case.family, str(case.size), words, size, foretold.plan(size, rates).fits)
         try:
-            refusal = truth.refusal(where.budget_bytes)
-            rows.append(replace(where, predicted=predicted, fits=not refusal, reason=refusal))
+            refusal = truth.refusal(size)
+            rows.append(replace(where, fits=not refusal, reason=refusal))
         except Exception as error:
-            rows.append(_failed_fit(replace(where, predicted=predicted), error))
+            rows.append(_failed_fit(where, error))
     return rows
 
 

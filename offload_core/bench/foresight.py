@@ -123,19 +123,16 @@ class _Bench:
     def _budgets(self, case: Case, foretold: Foretold | Exception, rates: Rates, *, peaks: bool) -> None:
         from . import budgets
 
-        if peaks:
-            times = self._extent.times_least
-            self._terminal.note(f"  {case.size}: peaks in {len(times)} budgets")
-            try:
-                self._rows.device_peaks += budgets.peak_rows(case, _there(foretold), times, rates, self._poll)
-            except Exception as error:
-                self._rows.device_peaks += budgets.failed_peaks(case, times, error)
-        words = self._extent.fit_budgets
-        self._terminal.note(f"  {case.size}: does it fit, in {len(words)} budgets")
+        times, words = self._extent.times_least if peaks else (), self._extent.fit_budgets
+        self._terminal.note(f"  {case.size}: peaks in {len(times)} budgets, does it fit in {len(words)}")
         try:
-            self._rows.fits += budgets.fit_rows(case, _there(foretold), words, rates, self._poll)
+            plans, truth = _there(foretold), budgets.Truth(case, self._poll)
+            peaks_found = budgets.peak_rows(case, plans, truth.activations, times, rates, self._poll)
+            fits_found = budgets.fit_rows(case, plans, truth, words, rates)
         except Exception as error:
-            self._rows.fits += budgets.failed_fits(case, words, error)
+            peaks_found, fits_found = budgets.failed_peaks(case, times, error), budgets.failed_fits(case, words, error)
+        self._rows.device_peaks += peaks_found
+        self._rows.fits += fits_found
 
     def _steps(self, case: Case, name: str, rates: Rates) -> None:
         from .step_times import StepRow, step_row, timed_case

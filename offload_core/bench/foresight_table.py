@@ -55,7 +55,7 @@ def render_peaks(rows: Sequence[PeakRow]) -> str:
         cells = [_far([row.ratio for row in here if row.times_least == multiple]) for multiple in times]
         lines.append((family, here[0].size, *cells))
     columns = ("family", "size", *(f"x {multiple:g}" for multiple in times))
-    found = _table("Peaks of phases, reserved / planned, in multiples of the smallest budget", columns, lines)
+    found = _table("Peaks of phases, measured / planned, in multiples of the smallest budget", columns, lines)
     failed = [f"{row.family} x {row.times_least:g} {row.phase}: {row.reason}." for row in rows if row.reason]
     return "\n".join([found, *failed])
 
