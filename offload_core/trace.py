@@ -184,7 +184,14 @@ class Tracer(MemoryCount):
         Raises TraceError if the code asks for a value that only the real tensors have.
         """
         trace, result = self._known_call(name, run, args, kwargs)
-        return _mapped(result, _Shape, _Shape.noise), trace
+        made: dict[int, torch.Tensor] = {}  # a tensor that is in the result twice is made once
+
+        def noise(shape: _Shape) -> torch.Tensor:
+            if id(shape) not in made:
+                made[id(shape)] = shape.noise()
+            return made[id(shape)]
+
+        return _mapped(result, _Shape, noise), trace
 
     def trace(self, name: str, run: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Trace:
         """Like `call`, without a result."""
@@ -213,7 +220,7 @@ class Tracer(MemoryCount):
                 result = run(*fake_args, **fake_kwargs)
                 call.cut()
                 storages = [tensor.untyped_storage() for tensor in _tensors(result)]
-                shapes = _mapped(result, torch.Tensor, _Shape.of)
+                shapes = _shapes(result)
                 break
             except _VALUE_ERRORS as error:
                 reason = str(error)
@@ -470,6 +477,17 @@ class _Shape:
         result = torch.ones(self.shape, dtype=self.dtype, device=self.device)
         is_float = self.dtype.is_floating_point and self.dtype.itemsize > 1
         return result.normal_(generator=torch.Generator(self.device).manual_seed(0)) if is_float else result
+
+
+def _shapes(result: Any) -> Any:
+    """A result with shapes in place of its tensors: one and the same for tensors that are one (a last hidden state)."""
+    found: dict[Any, _Shape] = {}
+
+    def shape_of(tensor: torch.Tensor) -> _Shape:
+        place = (tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
+        return found.setdefault(place, _Shape.of(tensor))
+
+    return _mapped(result, torch.Tensor, shape_of)
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

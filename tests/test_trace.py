@@ -198,6 +198,27 @@ def test_a_call_like_one_before_is_not_traced_again_and_counts_its_memory_again(
     assert tracer.peak_bytes >= result.nbytes + other.peak_bytes
 
 
+class Repeating(nn.Module):
+    """Returns its last hidden state twice, as text encoders do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1000))
+
+    def forward(self, x: torch.Tensor) -> dict[str, Any]:
+        first = x * self.weight
+        last = first * self.weight
+        return {"last": last, "all": (first, last)}
+
+
+def test_a_tensor_that_is_in_a_result_twice_is_kept_once() -> None:
+    tracer, x = Tracer(), torch.zeros(1000)
+    with tracer, torch.no_grad():
+        result, _ = tracer.call("module", cold(Repeating()), (x,), {})
+        assert tracer.live_bytes == 2 * x.nbytes
+    assert result["last"] is result["all"][1] and result["last"] is not result["all"][0]
+
+
 class Remembering(nn.Module):
     """Makes a table in its first call and keeps it, as Z-Image does with its rotary embedding."""
 
