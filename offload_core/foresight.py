@@ -171,7 +171,7 @@ def _phase(
     rates: Rates | None,
 ) -> Foresight:
     device = handle.device_here()
-    limits = _limits_here(replace(handle.settings, execution_device=str(device)), device)
+    limits = limits_here(replace(handle.settings, execution_device=str(device)), device)
     rates = rates or measured_rates(device)
     here = replace(handle, device="cpu")
     ways = TraceStore(cache_folder() / "traces").ways([name, *asked_of(handle), *asked], lambda: trace(here))

@@ -9,16 +9,11 @@ from them alone, as long as it is small. All else has shape, dtype and strides b
 from __future__ import annotations
 
 import contextlib
-import copy
-import dataclasses
-import hashlib
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -26,15 +21,15 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from .errors import TraceError
+from .memory_count import NEW_TENSOR, MemoryCount
 from .streaming import StreamedWeight
+from .traced_values import STEERING_BYTES, Shape, mapped, shapes_of, signature, tensors_in
 
 _REAL_BYTES = 1 << 20
 _REAL_BYTES_IN_NEED = 256 << 20  # and arguments, too, where code was found to ask for the values of larger ones
-_STEERING_BYTES = 64 << 10  # integers and booleans up to this size, and ...
 _STEERING_FLOATS = 64  # ... so many floating values, keep their values
 
 aten = torch.ops.aten
@@ -93,73 +88,6 @@ class Use:
     looked_up: bool
 
 
-class MemoryCount(TorchDispatchMode):
-    """Counts the storages that operators make while it is active: bytes now, and at most.
-
-    Every storage is counted once, from the operator that made it to the death of its last alias. What was there before
-    isn't counted.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.live_bytes = self.peak_bytes = self._high = 0
-        self._known: dict[int, Any] = {}  # by address: of storages that are alive
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is not _NEW:
-            self.leave_out(_tensors((args, kwargs)))
-        result = func(*args, **kwargs)
-        self.made(result)
-        return result
-
-    def made(self, result: Any) -> int:
-        """Counts the storages of what an operator returned. Returns the bytes of the new ones."""
-        new = 0
-        for tensor in _tensors(result):
-            new += self._count(tensor, counted=True)
-        if new:
-            self.live_bytes += new
-            self._high = max(self._high, self.live_bytes)
-            self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-        return new
-
-    def high_bytes(self) -> int:
-        """The most since this was asked last."""
-        high, self._high = self._high, self.live_bytes
-        return high
-
-    def reach(self, nbytes: int) -> None:
-        """Counts as if so many bytes had been alive for a moment."""
-        self._high, self.peak_bytes = max(self._high, nbytes), max(self.peak_bytes, nbytes)
-
-    def leave_out(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Says that the storages of these that aren't counted are none of the activations."""
-        for tensor in tensors:
-            self._count(tensor, counted=False)
-
-    def _count(self, tensor: torch.Tensor, *, counted: bool) -> int:
-        if isinstance(tensor, StreamedWeight) or tensor.layout is not torch.strided:
-            return 0
-        storage = tensor.untyped_storage()
-        key, nbytes = storage._cdata, storage.nbytes() if counted else 0
-        if key in self._known:
-            return 0
-        self._known[key] = weakref.finalize(storage, self._died, key, nbytes)
-        self._known[key].atexit = False
-        return nbytes
-
-    def _died(self, key: int, nbytes: int) -> None:
-        self._known.pop(key, None)
-        self.live_bytes -= nbytes
-
-    def forget(self) -> None:
-        """Stops watching: nothing of this outlives it."""
-        for end in list(self._known.values()):
-            end.detach()
-        self._known.clear()
-
-
 class Tracer(MemoryCount):
     """Traces calls of modules whose parameters are cold `StreamedWeight`s; counts the memory of everything around
     them, too. Use it as a context manager, and `call` inside. poll: called again and again; may raise to stop."""
@@ -186,12 +114,12 @@ class Tracer(MemoryCount):
         trace, result = self._known_call(name, run, args, kwargs)
         made: dict[int, torch.Tensor] = {}  # a tensor that is in the result twice is made once
 
-        def noise(shape: _Shape) -> torch.Tensor:
+        def noise(shape: Shape) -> torch.Tensor:
             if id(shape) not in made:
                 made[id(shape)] = shape.noise()
             return made[id(shape)]
 
-        return _mapped(result, _Shape, noise), trace
+        return mapped(result, Shape, noise), trace
 
     def trace(self, name: str, run: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Trace:
         """Like `call`, without a result."""
@@ -200,7 +128,7 @@ class Tracer(MemoryCount):
     def _known_call(
         self, name: str, run: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> tuple[Trace, Any]:
-        key = f"{name}:{_signature(args, kwargs)}"
+        key = f"{name}:{signature(args, kwargs)}"
         if key not in self._traced:
             self._traced[key] = self._trace(name, run, args, kwargs)
             return self._traced[key][:2]
@@ -216,11 +144,11 @@ class Tracer(MemoryCount):
             self.real_bytes, self._spread, self._has_spread = real_bytes, spread, False
             self._call = call = _Recorded(self)
             try:
-                fake_args, fake_kwargs = _mapped((list(args), kwargs), torch.Tensor, self._entering)
+                fake_args, fake_kwargs = mapped((list(args), kwargs), torch.Tensor, self._entering)
                 result = run(*fake_args, **fake_kwargs)
                 call.cut()
-                storages = [tensor.untyped_storage() for tensor in _tensors(result)]
-                shapes = _shapes(result)
+                storages = [tensor.untyped_storage() for tensor in tensors_in(result)]
+                shapes = shapes_of(result)
                 break
             except _VALUE_ERRORS as error:
                 reason = str(error)
@@ -299,7 +227,7 @@ class Tracer(MemoryCount):
             flat = [self._hot(value) if isinstance(value, StreamedWeight) else value for value in flat]
             args, kwargs = pytree.tree_unflatten(flat, spec)
         tensors = [value for value in flat if isinstance(value, torch.Tensor)]
-        if func is not _NEW:
+        if func is not NEW_TENSOR:
             self.leave_out(tensors)
         result = self._run(func, args, kwargs, flat, spec, tensors)
         if self._spread and func.overloadpacket is aten.topk and isinstance(result[1], FakeTensor):
@@ -322,14 +250,14 @@ class Tracer(MemoryCount):
             return func(*args, **kwargs)
         with self._fake:
             fake = func(*args, **kwargs)
-        if sum(tensor.nbytes for tensor in _tensors(fake)) > self.real_bytes:
+        if sum(tensor.nbytes for tensor in tensors_in(fake)) > self.real_bytes:
             return fake
         return func(*args, **kwargs)
 
     def _entering(self, tensor: torch.Tensor) -> torch.Tensor:
         """An argument as the traced code gets it."""
         is_whole = not (tensor.is_floating_point() or tensor.is_complex())
-        few = tensor.numel() <= _STEERING_FLOATS or (is_whole and tensor.nbytes <= _STEERING_BYTES)
+        few = tensor.numel() <= _STEERING_FLOATS or (is_whole and tensor.nbytes <= STEERING_BYTES)
         needed = self.real_bytes > _REAL_BYTES and tensor.nbytes <= self.real_bytes
         return tensor if few or needed or isinstance(tensor, StreamedWeight) else self._as_fake(tensor)
 
@@ -400,7 +328,7 @@ class _Recorded:
         if formula is not None:
             self._flops += int(formula(*args, **kwargs, out_val=result))
         read = 0 if func in _LOOKUPS else sum(tensor.nbytes for tensor in tensors)
-        self._moved += read + sum(tensor.nbytes for tensor in _tensors(result))
+        self._moved += read + sum(tensor.nbytes for tensor in tensors_in(result))
 
     def told(self, stretch: Stretch) -> None:
         """Adds what a stretch did."""
@@ -453,78 +381,7 @@ def _spread_evenly(chosen: torch.Tensor, args: Sequence[Any]) -> torch.Tensor:
 
 # Said of a model that picks experts by what it computed, and doesn't run on shapes alone.
 _EVENLY = "its experts are taken to be used evenly"
-_NEW = aten.lift_fresh.default  # torch.tensor([...]) makes its storage first, and only then there is an operator
 _INDEXING = {aten.index, aten.index_put, aten.index_put_}
 _ALIASES = {aten.detach.default, aten.alias.default}
 _LOOKUPS = {aten.embedding.default, aten.index_select.default}
 _VALUE_ERRORS = (DataDependentOutputException, DynamicOutputShapeException)
-
-
-@dataclass(frozen=True)
-class _Shape:
-    """What is kept of a tensor in a result: enough to make one like it."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> _Shape:
-        return cls(tuple(tensor.shape), tensor.dtype, tensor.device)
-
-    def noise(self) -> torch.Tensor:
-        """Noise, because pipelines divide by a result's norm or deviation; ones where it holds no floats."""
-        result = torch.ones(self.shape, dtype=self.dtype, device=self.device)
-        is_float = self.dtype.is_floating_point and self.dtype.itemsize > 1
-        return result.normal_(generator=torch.Generator(self.device).manual_seed(0)) if is_float else result
-
-
-def _shapes(result: Any) -> Any:
-    """A result with shapes in place of its tensors: one and the same for tensors that are one (a last hidden state)."""
-    found: dict[Any, _Shape] = {}
-
-    def shape_of(tensor: torch.Tensor) -> _Shape:
-        place = (tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
-        return found.setdefault(place, _Shape.of(tensor))
-
-    return _mapped(result, torch.Tensor, shape_of)
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in a result: in containers, and in objects' attributes."""
-    found: list[torch.Tensor] = []
-    _mapped(value, torch.Tensor, lambda tensor: found.append(tensor) or tensor)  # type: ignore[func-returns-value]
-    yield from found
-
-
-def _mapped(value: Any, kind: type, change: Callable[[Any], Any], depth: int = 0) -> Any:
-    """`value` with everything of `kind` in it changed: in lists, tuples, dicts, outputs, and objects that hold tensors
-    (a VAE's distribution)."""
-    if isinstance(value, kind):
-        return change(value)
-    if value is None or isinstance(value, bool | int | float | str | torch.dtype | torch.device | type) or depth > 8:
-        return value
-    if isinstance(value, dict):
-        items = {name: _mapped(item, kind, change, depth + 1) for name, item in value.items()}
-        return type(value)(**items) if dataclasses.is_dataclass(value) else items
-    if isinstance(value, list | tuple):
-        members = [_mapped(item, kind, change, depth + 1) for item in value]
-        return type(value)(*members) if hasattr(value, "_fields") else type(value)(members)
-    if type(value).__module__.startswith(("diffusers.", "transformers.")) and not isinstance(value, nn.Module):
-        changed = copy.copy(value)
-        for name, item in vars(value).items():
-            vars(changed)[name] = _mapped(item, kind, change, depth + 1)
-        return changed
-    return value
-
-
-def _signature(args: Sequence[Any], kwargs: dict[str, Any]) -> str:
-    """What of a call's arguments decides its trace: shapes and dtypes, and the values of masks and lengths. Not those
-    of token ids and of single numbers (timesteps)."""
-
-    def of(tensor: torch.Tensor) -> Any:
-        whole = not (tensor.is_floating_point() or tensor.is_complex())
-        masks = whole and tensor.numel() > 1 and tensor.nbytes <= _STEERING_BYTES and int(tensor.max()) <= 1
-        return f"{tensor.dtype}{tuple(tensor.shape)}{tensor.stride()}{tensor.tolist() if masks else ''}"
-
-    return hashlib.sha256(repr(_mapped([list(args), dict(kwargs)], torch.Tensor, of)).encode()).hexdigest()

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError
+from ..session import SilentObserver
 from ..settings import OffloadSettings
 
 if TYPE_CHECKING:
@@ -134,16 +135,11 @@ class Foretold:
         return plan_job([[way.job for way in ways] for ways in self.ways], limits, rates)
 
 
-class Polled:
+class Polled(SilentObserver):
     """An observer that shows nothing and lets a Ctrl-C through, even one that a library swallowed."""
 
-    wants_preview = False
-
     def __init__(self, poll: Poll) -> None:
-        self.check_interrupt = poll
-
-    def progress(self, event: Any) -> None:
-        pass
+        self.check_interrupt = poll  # type: ignore[method-assign]
 
 
 def failure(error: Exception) -> str:

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..session import SilentObserver
 from .foresight_cases import ROOMY_BYTES, SETTINGS, Case, Foretold, Poll, Size
 from .process import OtherLoad
 
@@ -88,13 +89,11 @@ def step_row(
     )
 
 
-class _Clock:
+class _Clock(SilentObserver):
     """An observer that notes when each step was done."""
 
-    wants_preview = False
-
     def __init__(self, poll: Poll) -> None:
-        self.check_interrupt = poll
+        self.check_interrupt = poll  # type: ignore[method-assign]
         self._ends: dict[int, float] = {}
 
     def progress(self, event: Any) -> None:
