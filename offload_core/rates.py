@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import platform
-import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -107,7 +106,8 @@ def _operator_s(device: torch.device, sync: Callable[[], None]) -> float:
 
 
 def _best(run: Callable[[], Any], sync: Callable[[], None], budget_s: float = 0.2) -> float:
-    """Seconds of the median run, of as many as a part of a second allows, three at least."""
+    """Seconds of the fastest run, of as many as a part of a second allows, three at least: neighbours only make it
+    slower."""
     run()
     sync()
     seconds: list[float] = []
@@ -117,7 +117,7 @@ def _best(run: Callable[[], Any], sync: Callable[[], None], budget_s: float = 0.
         run()
         sync()
         seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds)
+    return min(seconds)
 
 
 def _disk(folder: Path | None) -> tuple[float, float]:

@@ -235,7 +235,7 @@ def _decode(handle: Handle, source: ModelSource, latents: Latents, tiling: str, 
             for half in ENCODER_HALF:
                 vae._modules.pop(half, None)  # stays on disk
             traced = watch.result(phase)
-            yield replace(traced, job=replace(traced.job, tile=pixels))
+        yield replace(traced, job=replace(traced.job, tile=pixels))  # outside: whoever asks may ask for no more
 
 
 def _skip_loops_over_rows(module: nn.Module) -> None:
