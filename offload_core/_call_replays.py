@@ -13,6 +13,8 @@ from .trace import Trace
 if TYPE_CHECKING:
     from .plan import ComponentJob, Limits, Rates
 
+INLINE_BYTES = 1 << 20  # weights up to this size are read by whoever needs them
+
 
 @dataclass(frozen=True)
 class ReplayedCall:
@@ -41,21 +43,28 @@ def replay_calls(
     }
     resident = frozenset(sizes) if weights.whole else weights.resident
     rate = tier(weights.streamed_bytes, component, limits, rates)[1]
-    hardware = Hardware(rate, rates.read_s, rates.shares_compute)
+    hardware = hardware_of(rate, rates)
     for trace, times in component.calls:
-        loads = loads_of(component, trace, rates)
+        loads = loads_of(component, trace, rates, streams=not weights.whole)
         ring_bytes = max(int(ring * component.stored) + 1, hungriest(loads, sizes, resident))
         replay = simulate(loads, sizes, resident=resident, ring_bytes=ring_bytes, hardware=hardware, record=record)
         yield ReplayedCall(trace, times, sum(load.seconds for load in loads), replay)
 
 
-def loads_of(component: ComponentJob, trace: Trace, rates: Rates) -> list[Load]:
-    """A call's stretches with the names that weights have in the component, and their seconds."""
+def hardware_of(bytes_per_s: float, rates: Rates) -> Hardware:
+    """How weights arrive that come at this rate."""
+    return Hardware(bytes_per_s, rates.read_s, rates.shares_compute, INLINE_BYTES)
+
+
+def loads_of(component: ComponentJob, trace: Trace, rates: Rates, *, streams: bool) -> list[Load]:
+    """A call's stretches with the names that weights have in the component, and their seconds. streams: whether some of
+    them are streamed."""
+    access_s = rates.access_s if streams else 0.0
     names = [weight.name.removeprefix(f"{component.name}.") for weight in trace.weights]
     return [
         Load(
             tuple(names[place] for place in stretch.weights),
-            rates.compute_s(stretch, component.dtype),
+            rates.compute_s(stretch, component.dtype) + access_s * len(stretch.weights),
         )
         for stretch in trace.stretches
     ]

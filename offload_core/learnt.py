@@ -40,7 +40,7 @@ class Learnt:
 
     def add(self, family: str, dtype: str, plan: PhasePlan, used: Correction, report: PhaseReport) -> None:
         """Learns from a run that followed `plan`, which was made with the correction `used`."""
-        run = _one(plan, used, report)
+        run = lesson(plan, used, report)
         if run is None:
             return
         everything = read_json(self.file)
@@ -68,8 +68,8 @@ def _name(family: str, phase: str, dtype: str) -> str:
     return f"{family} {phase} {dtype}"
 
 
-def _one(plan: PhasePlan, used: Correction, report: PhaseReport) -> Correction | None:
-    """What one run says; None if it ran too little to say anything."""
+def lesson(plan: PhasePlan, used: Correction, report: PhaseReport) -> Correction | None:
+    """What one run says of `plan`, which was made with the correction `used`; None if it ran too little."""
     planned = sum(component.compute_s * component.times for component in plan.components) / used.compute
     passes = sum(component.times for component in plan.components)
     forward = report.step_s * plan.steps if report.step_s and plan.steps else sum(report.forward_s.values())

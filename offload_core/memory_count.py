@@ -12,9 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .streaming import StreamedWeight
 from .traced_values import tensors_in
 
-NEW_TENSOR = (
-    torch.ops.aten.lift_fresh.default
-)  # torch.tensor([...]) makes its storage first, and only then there is an operator
+# torch.tensor([...]) makes its storage first, and only then there is an operator.
+NEW_TENSOR = torch.ops.aten.lift_fresh.default
 
 
 class MemoryCount(TorchDispatchMode):

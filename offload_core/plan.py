@@ -11,18 +11,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ._call_replays import hungriest, loads_of, replay_calls, tier
+from ._call_replays import INLINE_BYTES, hardware_of, hungriest, loads_of, replay_calls, tier
 from ._report_table import human_bytes
 from .errors import BudgetError
 from .placement import Placement
-from .simulate import Hardware, simulate, waiting
+from .simulate import simulate, waiting
 from .streaming import PartSize, StreamPlan, WeightSize, plan_parts
 from .trace import Stretch, Trace
 
 # On an accelerator beside the activations themselves: what its libraries keep to work in, and blocks that are rounded
 # up or lie between others. Stated, not measured on a GPU.
 WORKSPACE_BYTES, FRAGMENTED_SHARE = 64 << 20, 0.05
-INLINE_BYTES = 1 << 20  # weights up to this size are read by whoever needs them
 _ENOUGH = 1 << 50
 
 
@@ -33,8 +32,8 @@ class Rates:
     flops: of large products, per second, by dtype. memory_bytes_per_s: of operators that read and write memory.
     operator_s: seconds that each operator takes beside that. disk_bytes_per_s, cached_bytes_per_s: of reads of weights
     from disk and from the page cache. link_bytes_per_s: to the execution device; None if that is the CPU. read_s:
-    seconds that each read of a weight takes beside its bytes. shares_compute: see `simulate.Hardware`.
-    source: where the figures are from.
+    seconds that each read of a weight takes beside its bytes. access_s: seconds that each use of a weight takes more in
+    a component that streams. shares_compute: see `simulate.Hardware`. source: where the figures are from.
     """
 
     flops: dict[str, float]
@@ -44,6 +43,7 @@ class Rates:
     cached_bytes_per_s: float
     link_bytes_per_s: float | None = None
     read_s: float = 5e-5
+    access_s: float = 5e-6
     shares_compute: float = 0.0
     source: str = ""
 
@@ -51,7 +51,8 @@ class Rates:
         """The same machine where computing takes `factor` times as long."""
         flops = {dtype: rate / factor for dtype, rate in self.flops.items()}
         memory = self.memory_bytes_per_s / factor
-        return replace(self, flops=flops, memory_bytes_per_s=memory, operator_s=self.operator_s * factor)
+        operator, access = self.operator_s * factor, self.access_s * factor
+        return replace(self, flops=flops, memory_bytes_per_s=memory, operator_s=operator, access_s=access)
 
     def compute_s(self, stretch: Stretch, dtype: str) -> float:
         """Seconds of a stretch whose weights are there."""
@@ -372,7 +373,7 @@ def _cheapest(
     large = [part for part, is_small in zip(component.parts, small, strict=True) if not is_small]
     sizes = [size for part in large for size in part.sizes if not size.lookup_only]
     trace, _ = max(component.calls, key=lambda call: call[0].flops)
-    loads = loads_of(component, trace, rates)
+    loads = loads_of(component, trace, rates, streams=True)
     nbytes = {size.name: int(size.nbytes * component.stored) for size in sizes}
     total = sum(size.nbytes for size in sizes)
 
@@ -380,7 +381,7 @@ def _cheapest(
         streamed = sum(size.nbytes for size in sizes if size.name not in resident)
         rate = tier(streamed, component, limits, rates)[1]
         ring = max(int(ring * component.stored) + 1, hungriest(loads, nbytes, resident))
-        hardware = Hardware(rate, rates.read_s, rates.shares_compute)
+        hardware = hardware_of(rate, rates)
         waits = waiting(loads, nbytes, resident)
         return simulate(waits, nbytes, resident=resident, ring_bytes=ring, hardware=hardware).step_s
 

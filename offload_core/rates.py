@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from .errors import OffloadError
 from .file_reader import ReadBuffer, WeightFile
@@ -76,8 +77,9 @@ def measure(device: torch.device, folder: Path | None = None) -> Rates:
         if device.type != "cpu":
             host = torch.empty(_ELEMENTS * 4, dtype=torch.uint8, pin_memory=True)
             link = host.nbytes / _best(lambda: host.to(device, non_blocking=True), sync)
+        access, read = _streaming_s(folder)
     disk, cached = _disk(folder)
-    return Rates(flops, moved, operator, disk, cached, link, source=f"measured on {device}")
+    return Rates(flops, moved, operator, disk, cached, link, read, access, source=f"measured on {device}")
 
 
 def _dtypes() -> tuple[torch.dtype, ...]:
@@ -98,11 +100,69 @@ def _flops(device: torch.device, dtype: torch.dtype, sync: Callable[[], None]) -
 
 
 def _operator_s(device: torch.device, sync: Callable[[], None]) -> float:
-    """Seconds that an operator of a module costs where there is next to nothing to compute."""
-    layers = [nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.SiLU()) for _ in range(25)]
-    stack, x = nn.Sequential(*layers).to(device).eval(), torch.ones(2, 8, device=device)
-    operators = 4 * len(layers)  # a linear layer is two: a transposed view, and the product
-    return _best(lambda: stack(x), sync) / operators
+    """Seconds that an operator of a model costs, the library's own code around it included, where there is next to
+    nothing to compute."""
+    from diffusers import FluxTransformer2DModel
+
+    sizes = {"num_attention_heads": 2, "attention_head_dim": 16, "axes_dims_rope": (4, 6, 6), "in_channels": 4}
+    model = FluxTransformer2DModel(**sizes, joint_attention_dim=8, pooled_projection_dim=8, num_single_layers=2)
+    model = model.to(device).eval()
+    x, ids = torch.ones(1, 4, 8, device=device), torch.zeros(4, 3, device=device)
+    time_s = torch.ones(1, device=device)
+
+    def run() -> None:
+        model(x[..., :4], x, x[:, 0], time_s, ids, ids)
+
+    with _Operators() as operators:
+        run()
+    return _best(run, sync, budget_s=0.5) / operators.count
+
+
+def _streaming_s(folder: Path | None) -> tuple[float, float]:
+    """Seconds that a use of a weight takes more where others are streamed, and that a small streamed one takes."""
+    from safetensors.torch import load_file, save_file
+
+    count, width = 60, 32
+    nbytes = count * width * width * 4
+    stack = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(count))).requires_grad_(False)
+    x = torch.ones(2, width)
+    place = folder if folder is not None and folder.is_dir() else None
+    with tempfile.TemporaryDirectory(dir=place, ignore_cleanup_errors=True) as made, torch.inference_mode(False):
+        file = Path(made) / "weights.safetensors"
+        save_file(stack.state_dict(), file)
+        stack.load_state_dict(load_file(file), assign=True)
+        with torch.no_grad():
+            plain = _best(lambda: stack(x), lambda: None)
+            found = [_streamed(stack, x, int(nbytes * share), file) for share in (0.3, 0.8)]
+    (many_s, many_bytes), (few_s, few_bytes) = found
+    many, few = (streamed * count // nbytes for streamed in (many_bytes, few_bytes))
+    read = max((many_s - few_s) / (many - few), 1e-6)
+    return max((few_s - plain - few * read) / count, 0.0), read
+
+
+def _streamed(stack: nn.Module, x: torch.Tensor, nbytes: int, file: Path) -> tuple[float, int]:
+    """Seconds of a call with so much memory for weights, and bytes that are streamed."""
+    from .settings import OffloadSettings
+    from .streaming import enable_offload
+
+    settings = OffloadSettings(
+        execution_device="cpu", device_memory=nbytes, host_memory="1GiB", activation_memory=0, resident_below=0
+    )
+    result = enable_offload(stack, settings=settings, component="rates", files=[file])
+    try:
+        return _best(lambda: stack(x), lambda: None), result.plan.streamed_bytes
+    finally:
+        result.release()
+
+
+class _Operators(TorchDispatchMode):
+    """Counts operators."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
 
 
 def _best(run: Callable[[], Any], sync: Callable[[], None], budget_s: float = 0.2) -> float:

@@ -24,11 +24,13 @@ class Load:
 class Hardware:
     """How fast weights arrive. bytes_per_s: of large reads. read_s: seconds that each read takes beside its bytes.
     shares_compute: the part of a read's seconds that compute loses meanwhile (reading from the page cache takes CPU).
+    inline_bytes: weights up to this size aren't read ahead, but by compute when it needs them.
     """
 
     bytes_per_s: float
     read_s: float = 0.0
     shares_compute: float = 0.0
+    inline_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -166,8 +168,9 @@ class _Replay:
             self._read_next()
 
     def _fits(self, index: int) -> bool:
-        together = sum(self.sizes[name] for name, stays in self._reads[index] if not stays)
-        return self._in_ring + together <= self.ring_bytes
+        sizes = [self.sizes[name] for name, stays in self._reads[index] if not stays]
+        ahead = not sizes or max(sizes) > self.hardware.inline_bytes
+        return ahead and self._in_ring + sum(sizes) <= self.ring_bytes
 
     def _read_next(self) -> None:
         index = self._next_read

@@ -18,7 +18,7 @@ from offload_core.bench.foresight import Extent, Rows
 from offload_core.bench.foresight_cases import FAMILIES, Case, Foretold, chosen
 from offload_core.bench.foresight_summary import summarise
 from offload_core.bench.live_bytes import LiveBytes
-from offload_core.bench.step_times import StepRow, _Clock, step_row, timed_case
+from offload_core.bench.step_times import StepRow, _Clock, lesson_of, step_row, timed_case
 from offload_core.cli import main
 from offload_core.errors import BudgetError, InputError, TraceError
 from offload_core.plan import Rates
@@ -33,8 +33,8 @@ def nothing() -> None:
     """A poll that never interrupts."""
 
 
-def case(family: str) -> Case:
-    return Case(family, FAMILIES[family][0], tiny_model(family))
+def case(family: str, size: int = 0) -> Case:
+    return Case(family, FAMILIES[family][size], tiny_model(family))
 
 
 # ---------------------------------------------------------------------------------------------- the counter
@@ -359,8 +359,11 @@ def test_a_quick_run_of_two_families_meets_its_targets_of_memory(
 
 
 @pytest.mark.slow
-def test_a_second_prediction_may_be_made_after_the_run() -> None:
-    timed = timed_case(case("sd15"))
-    found = step_row(timed, "sd15", Foretold(timed, nothing), RATES, nothing, again=lambda *_: 2.0)
-    assert found.second_s == 2.0 and found.second_ratio == found.measured_s / 2
+def test_what_a_run_of_one_size_taught_is_used_for_another() -> None:
+    first, timed = (timed_case(each) for each in (case("sd15"), case("sd15", 1)))
+    taught = lesson_of(first, Foretold(first, nothing), RATES, nothing)
+    assert taught is not None and taught.compute != 1.0
+    found = step_row(timed, "sd15", Foretold(timed, nothing), RATES, nothing, taught)
+    assert found.second_s and found.second_s != found.predicted_s and found.size != str(first.size)
+    assert found.second_ratio == found.measured_s / found.second_s
     assert len(found.steps_s) == 5 and found.streamed_bytes > 0

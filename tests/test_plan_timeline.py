@@ -19,7 +19,7 @@ from offload_core.trace import Stretch, Trace, TracedWeight
 from staging import job, tiny_model, words
 
 # A product takes a second for each thousand operations, a weight one for each thousand bytes.
-RATES = Rates({"float32": 1000}, 1e30, 0.0, disk_bytes_per_s=1000, cached_bytes_per_s=1000, read_s=0)
+RATES = Rates({"float32": 1000}, 1e30, 0.0, disk_bytes_per_s=1000, cached_bytes_per_s=1000, read_s=0, access_s=0)
 
 
 def component(

@@ -118,7 +118,7 @@ class _Bench:
             self._rows.activations += activation_rows(case, self._poll, foretold)
             if fits:
                 self._budgets(case, foretold, rates, peaks=index == 0)
-        self._steps(Case(family, sizes[0], folder), family, rates)
+        self._steps([Case(family, size, folder) for size in FAMILIES[family][:2]], family, rates)
 
     def _budgets(self, case: Case, foretold: Foretold | Exception, rates: Rates, *, peaks: bool) -> None:
         from . import budgets
@@ -134,21 +134,24 @@ class _Bench:
         self._rows.device_peaks += peaks_found
         self._rows.fits += fits_found
 
-    def _steps(self, case: Case, name: str, rates: Rates) -> None:
-        from .step_times import StepRow, step_row, timed_case
+    def _steps(self, cases: Sequence[Case], name: str, rates: Rates) -> None:
+        """A row for the last of two sizes; the first one teaches."""
+        from .step_times import StepRow, lesson_of, step_row, timed_case
 
+        first, case = (timed_case(each) for each in cases)
         self._terminal.note(f"  {case.size}: seconds of a step")
         try:
-            case = timed_case(case)
-            self._rows.step_times.append(step_row(case, name, Foretold(case, self._poll), rates, self._poll))
+            taught = lesson_of(first, Foretold(first, self._poll), rates, self._poll)
+            row = step_row(case, name, Foretold(case, self._poll), rates, self._poll, taught)
+            self._rows.step_times.append(row)
         except Exception as error:
             self._rows.step_times.append(StepRow(name, str(case.size), status="failed", reason=failure(error)))
 
     def _mid_size(self, rates: Rates) -> None:
-        from .step_times import MID_SIZE, mid_size_case
+        from .step_times import MID_SIZE, mid_size_cases
 
         self._terminal.note(f"{MID_SIZE}: making the model")
-        self._steps(mid_size_case(self._home), MID_SIZE, rates)
+        self._steps(mid_size_cases(self._home), MID_SIZE, rates)
 
     def _foretold(self, case: Case, *, tiles: bool = False) -> Foretold | Exception:
         try:

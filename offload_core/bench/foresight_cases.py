@@ -14,7 +14,7 @@ from ..settings import OffloadSettings
 
 if TYPE_CHECKING:
     from ..phases import PhaseTrace, TracedCall
-    from ..plan import Plan, Rates
+    from ..plan import Correction, Plan, Rates
 
 Poll = Callable[[], None]
 
@@ -124,15 +124,18 @@ class Foretold:
         """Every traced call of a component, with a VAE that decodes whole."""
         return [call for ways in self.ways for call in ways[0].calls]
 
-    def plan(self, budget: int, rates: Rates) -> Plan:
-        """The plan for `budget` bytes of device memory."""
+    def plan(self, budget: int, rates: Rates, taught: Correction | None = None) -> Plan:
+        """The plan for `budget` bytes of device memory. taught: what an earlier run said of denoising."""
         import torch
 
         from ..foresight import limits_here
         from ..plan import plan_job
 
         limits = limits_here(replace(SETTINGS, device_memory=budget), torch.device("cpu"))
-        return plan_job([[way.job for way in ways] for ways in self.ways], limits, rates)
+        jobs = [[way.job for way in ways] for ways in self.ways]
+        if taught is not None:
+            jobs[1] = [replace(job, correction=taught) for job in jobs[1]]
+        return plan_job(jobs, limits, rates)
 
 
 class Polled(SilentObserver):

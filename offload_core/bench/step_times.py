@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,18 +14,17 @@ from .foresight_cases import ROOMY_BYTES, SETTINGS, Case, Foretold, Poll, Size
 from .process import OtherLoad
 
 if TYPE_CHECKING:
-    from ..plan import Rates
+    from ..plan import Correction, PhasePlan, Rates
+    from ..report import PhaseReport
 
 STEPS = 6
 MID_SIZE = "flux, 300 MB"
-# What a run taught may give a better figure: called after the run with what was foretold and the budget.
-SecondPrediction = Callable[[Foretold, int], float]
 
 
 @dataclass(frozen=True)
 class StepRow:
-    """Steps of one streamed run. predicted_s: of a step, before anything ran. second_s: foretold after this run, if
-    corrections are learnt from runs. measured_s: the median of all steps but the first. others_cpus: CPUs that other
+    """Steps of one streamed run. predicted_s: of a step, by the rates alone. second_s: with what a run of another size
+    taught. measured_s: the median of all steps but the first. others_cpus: CPUs that other
     processes kept busy meanwhile. status: "ok" or "failed"."""
 
     family: str
@@ -49,7 +47,7 @@ class StepRow:
 
     @property
     def second_ratio(self) -> float | None:
-        """Measured to what was foretold after the run."""
+        """Measured to what was foretold with what another run taught."""
         return _ratio(self.measured_s, self.second_s)
 
     def to_dict(self) -> dict[str, Any]:
@@ -57,23 +55,14 @@ class StepRow:
 
 
 def step_row(
-    case: Case, name: str, foretold: Foretold, rates: Rates, poll: Poll, again: SecondPrediction | None = None
+    case: Case, name: str, foretold: Foretold, rates: Rates, poll: Poll, taught: Correction | None = None
 ) -> StepRow:
     """A row called `name`. Denoises in a budget of the activations and half of the weights of a denoiser, or the
-    smallest that works. Raises what the phases raise."""
-    from ..phases import denoise, encode, load
-    from ..session import Session
-
-    roomy = foretold.plan(ROOMY_BYTES, rates).phases[1]
-    half = max(component.weight_bytes for component in roomy.components) // 2  # of one expert, where there are two
-    budget = max(roomy.activation_peak_bytes + half, roomy.smallest_budget_bytes)
-    plan = foretold.plan(budget, rates)
-    planned, clock = plan.phases[1], _Clock(poll)
-    handle = load(case.folder, device="cpu", dtype="float32", settings=replace(SETTINGS, device_memory=ROOMY_BYTES))
-    embeds = encode(handle, **case.call)
-    handle = replace(handle, settings=replace(SETTINGS, device_memory=budget))
+    smallest that works. taught: what a run of another size said. Raises what the phases raise."""
+    budget = _budget(foretold, rates)
+    clock = _Clock(poll)
     others = OtherLoad()
-    denoise(handle, embeds, session=Session(clock), plan=plan)
+    planned, _ = _denoised(case, foretold, budget, rates, clock)
     steps = clock.steps_s()
     return StepRow(
         name,
@@ -82,11 +71,40 @@ def step_row(
         planned.weight_bytes,
         planned.streamed_bytes,
         planned.step_s,
-        again(foretold, budget) if again is not None else None,
+        foretold.plan(budget, rates, taught).phases[1].step_s if taught is not None else None,
         statistics.median(steps),
         tuple(steps),
         others.cpus(),
     )
+
+
+def lesson_of(case: Case, foretold: Foretold, rates: Rates, poll: Poll) -> Correction | None:
+    """What a run of the case teaches."""
+    from ..learnt import lesson
+    from ..plan import Correction
+
+    planned, report = _denoised(case, foretold, _budget(foretold, rates), rates, _Clock(poll))
+    return lesson(planned, Correction(), report)
+
+
+def _budget(foretold: Foretold, rates: Rates) -> int:
+    roomy = foretold.plan(ROOMY_BYTES, rates).phases[1]
+    half = max(component.weight_bytes for component in roomy.components) // 2  # of one expert, where there are two
+    return max(roomy.activation_peak_bytes + half, roomy.smallest_budget_bytes)
+
+
+def _denoised(
+    case: Case, foretold: Foretold, budget: int, rates: Rates, clock: _Clock
+) -> tuple[PhasePlan, PhaseReport]:
+    from ..phases import denoise, encode, load
+    from ..session import Session
+
+    plan, session = foretold.plan(budget, rates), Session(clock)
+    handle = load(case.folder, device="cpu", dtype="float32", settings=replace(SETTINGS, device_memory=ROOMY_BYTES))
+    embeds = encode(handle, **case.call)
+    handle = replace(handle, settings=replace(SETTINGS, device_memory=budget))
+    denoise(handle, embeds, session=session, plan=plan)
+    return plan.phases[1], session.report.phases[-1]
 
 
 class _Clock(SilentObserver):
@@ -111,9 +129,8 @@ def timed_case(case: Case) -> Case:
     return replace(case, more=(*case.more, ("num_inference_steps", STEPS)))
 
 
-def mid_size_case(home: Path) -> Case:
-    """FLUX.1 with a transformer of 77 million weights in float32: its steps compute instead of going through
-    operators."""
+def mid_size_cases(home: Path) -> tuple[Case, Case]:
+    """Two sizes of FLUX.1 with a transformer of 77 million weights in float32, whose steps are mostly products."""
     import torch
     from diffusers import FluxTransformer2DModel
 
@@ -129,7 +146,7 @@ def mid_size_case(home: Path) -> Case:
             config |= sizes | {"axes_dims_rope": (8, 28, 28)}
             pipeline.register_modules(transformer=FluxTransformer2DModel.from_config(config))
         pipeline.save_pretrained(folder)
-    return Case("flux", Size(192, 256), folder)
+    return Case("flux", Size(192, 192), folder), Case("flux", Size(192, 256), folder)
 
 
 def _ratio(value: float | None, other: float | None) -> float | None:
