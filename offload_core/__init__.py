@@ -44,6 +44,11 @@ _HOME = {
     "Progress": "session",
     "Session": "session",
     "SilentObserver": "session",
+    "LayerWiseOffloadBackend": "sequential",
+    "ModelLevelOffloadBackend": "sequential",
+    "SequentialOffloadHook": "sequential",
+    "apply_sequential_offload": "sequential",
+    "remove_sequential_offload": "sequential",
     "OffloadSettings": "settings",
     "enable_offload": "streaming",
     "BudgetError": "errors",
@@ -97,6 +102,13 @@ if TYPE_CHECKING:
     )
     from .plan import Plan
     from .report import PhaseReport, RunReport
+    from .sequential import (
+        LayerWiseOffloadBackend,
+        ModelLevelOffloadBackend,
+        SequentialOffloadHook,
+        apply_sequential_offload,
+        remove_sequential_offload,
+    )
     from .session import Observer, Progress, Session, SilentObserver
     from .settings import OffloadSettings
     from .streaming import enable_offload

@@ -58,6 +58,12 @@ class Ledger:
                 self._peak[each] = max(self._peak[each], self._used[each].total())
         return Reservation(self, tier, kind, nbytes)
 
+    def allow(self, tier: Tier, nbytes: int) -> None:
+        """Raises the limit of a tier by memory that was in use when the budget was measured by what is free, and that
+        will be booked here. A negative number takes it back."""
+        with self._lock:
+            self.limits[tier] += nbytes
+
     def used(self, tier: Tier) -> int:
         with self._lock:
             return self._used[tier].total()

@@ -9,6 +9,7 @@ from ._plan import PartSize, StreamPlan, WeightSize, largest_group, make_plan, p
 from ._scope import OffloadScope
 from ._shape import Layout
 from ._streamed_class import StreamedClass
+from ._turns import hot_bytes, keep_on_host, rest, wake
 from ._weight import StreamedWeight, cold_weight, is_cold
 
 
@@ -29,11 +30,15 @@ __all__ = [
     "WeightSize",
     "cold_weight",
     "enable_offload",
+    "hot_bytes",
     "is_cold",
     "is_streamed",
+    "keep_on_host",
     "largest_group",
     "make_plan",
     "part_sizes",
     "plan_parts",
+    "rest",
     "spread",
+    "wake",
 ]

@@ -54,6 +54,8 @@ class WeightCache:
     """Hot copies of the weights of one scope, on one device, under one ledger. Safe to use from several threads.
 
     poll: called on the thread that needs a weight, with the bytes that `load` brought; may raise to stop.
+    before_fetch: called on that thread with an operator's weights when one of them isn't hot, before room is made for
+    it; may change what is resident.
     inline_bytes: weights up to this size are read by whoever needs them; a thread would cost more than it saves.
     """
 
@@ -69,6 +71,7 @@ class WeightCache:
         self.engine, self.ledger, self.counts = engine, ledger, CacheCounts()
         self.order: AccessOrder[Entry] = AccessOrder()
         self._poll = poll
+        self.before_fetch: Callable[[Sequence[Entry]], None] | None = None
         self._inline_bytes = inline_bytes
         self._own_buffer, *rest = buffers
         self._buffers = buffers
@@ -186,6 +189,8 @@ class WeightCache:
         """
         if self._poll is not None:
             self._poll(0)
+        if self.before_fetch is not None and any(entry.hot is None for entry in entries):
+            self.before_fetch(entries)
         with self._lock:
             if self._closed:
                 raise entries[0].cold_error()
@@ -285,6 +290,12 @@ class WeightCache:
             entry.resident = False
             self._room.drop(entry)
             self.ring.reclaim()
+
+    def keep(self, entries: Iterable[Entry]) -> None:
+        """Makes streamed weights resident: they stay hot from their next fetch on."""
+        with self._lock:
+            for entry in entries:
+                entry.resident = True
 
     # --- under the lock ------------------------------------------------------------------------------------------
 

@@ -42,11 +42,12 @@ class Managed:
         self.plan: StreamPlan
         self._keep_grad = False
         self.attributes: dict[str, tuple[str, ...]] = {}
-        self._parts: list[Part] = []
+        self.parts: list[Part] = []
         self._guarded: list[weakref.ref[nn.Module]] = []
         self._compiled: list[weakref.ref[nn.Module]] = []
         self._extra: list[Reservation] = []
         self.released = False
+        self.resting = False  # see `_turns`
 
     # --- attach --------------------------------------------------------------------------------------------------
 
@@ -76,10 +77,10 @@ class Managed:
         items = [item for item in inventory.items if not self._is_absent(item)]
         rules = [classify(item.tensor, f"{self.name}.{item.names[0]}") for item in items]
         try:
-            self._parts = [self._part(item, rule, dtype_of) for item, rule in zip(items, rules, strict=True)]
+            self.parts = [self._part(item, rule, dtype_of) for item, rule in zip(items, rules, strict=True)]
             blocks = compiled_blocks(module, self.name)
             groups = operator_groups(module, [path for path, _ in blocks])
-            widened = [part.item.nbytes for part in self._parts if part.is_widened]
+            widened = [part.item.nbytes for part in self.parts if part.is_widened]
             if widened:
                 self.scope.engine.prepare_casts(max(widened))
             small, large = self._split_and_plan(groups, planned)
@@ -90,22 +91,22 @@ class Managed:
             self._load_plain(small)
             for part in large:
                 self._wrap(part)
-            self._plan_host(large)
-            for part in self._parts:
+            self.plan_host(large)
+            for part in self.parts:
                 part.original = part.item.tensor if restore or part.untouched else None
             self._exchange(module)
             for _, block in blocks:
                 install(block)
                 self._compiled.append(weakref.ref(block))
-            for part in self._parts:
+            for part in self.parts:
                 part.forget_module()
         except BaseException:
-            for part in self._parts:
+            for part in self.parts:
                 if part.layer_home is not None:
                     self._move_layers(part, part.layer_home)
-            self.scope.cache.release([entry for part in self._parts for entry in part.entries])
+            self.scope.cache.release([entry for part in self.parts for entry in part.entries])
             self._give_back_masters()
-            self._parts = []
+            self.parts = []
             raise
 
     def _is_absent(self, item: Item) -> bool:
@@ -149,7 +150,7 @@ class Managed:
     def _split_and_plan(self, groups: dict[str, str], planned: StreamPlan | None) -> tuple[list[Part], list[Part]]:
         """Parts that stay on the device (small, mutable, or of a class that can't be streamed), and parts that the plan
         is for."""
-        sizes = [self._size(part, groups) for part in self._parts]
+        sizes = [self._size(part, groups) for part in self.parts]
         self.scope.make_room(sum(size.nbytes for size in sizes))
         cache = self.scope.cache
         self.plan, is_small = plan_parts(
@@ -165,8 +166,8 @@ class Managed:
         )
         if planned is not None and planned.can_replace(self.plan):
             self.plan = planned
-        small = [part for part, stays in zip(self._parts, is_small, strict=True) if stays]
-        large = [part for part, stays in zip(self._parts, is_small, strict=True) if not stays]
+        small = [part for part, stays in zip(self.parts, is_small, strict=True) if stays]
+        large = [part for part, stays in zip(self.parts, is_small, strict=True) if not stays]
         for entry in (entry for part in large for entry in part.entries):
             entry.resident = self.plan.whole or entry.names[0] in self.plan.resident
             entry.lookup_only &= not self.plan.whole
@@ -253,7 +254,7 @@ class Managed:
             wants_grad = self._keep_grad and part.item.tensor.requires_grad
             part.replacement = nn.Parameter(weight, requires_grad=wants_grad)
 
-    def _plan_host(self, parts: list[Part]) -> None:
+    def plan_host(self, parts: list[Part]) -> None:
         """Which streamed weights stay in pinned memory, spread evenly; the others are read anew each time."""
         streamed = [
             entry
@@ -274,8 +275,8 @@ class Managed:
         cache = self.scope.cache
         if self.plan.ring_bytes > 0:
             cache.add_arena(self.plan.ring_bytes)
-        cache.add(entry for part in self._parts for entry in part.entries)
-        for part in self._parts:
+        cache.add(entry for part in self.parts for entry in part.entries)
+        for part in self.parts:
             if part.replacement is not None:
                 for place in part.places:
                     place.put(part.replacement)
@@ -295,7 +296,7 @@ class Managed:
         module = within()
         if module is None:
             return
-        parts = {(id(place.owner()), place.key): part for part in self._parts for place in part.places}
+        parts = {(id(place.owner()), place.key): part for part in self.parts for place in part.places}
         found: list[tuple[dict[str, Any], str, torch.Tensor, Part | None]] = [
             (tensors, key, tensor, parts.get((id(owner), key)))
             for owner in module.modules()
@@ -359,12 +360,14 @@ class Managed:
     @property
     def resident_bytes(self) -> int:
         """Bytes that `stream_more` could give back."""
-        return sum(part.nbytes for part in self._parts if self._could_stream(part) and part.is_resident)
+        return sum(part.nbytes for part in self.parts if self._could_stream(part) and part.is_resident)
 
     @property
     def largest_bytes(self) -> int:
-        """Bytes of the ring that this module's streamed weights need at least."""
-        streamed = [part for part in self._parts if part.entries and not (part.plain or part.is_resident)]
+        """Bytes of the ring that this module's streamed weights need at least, none while it rests."""
+        if self.resting:
+            return 0
+        streamed = [part for part in self.parts if part.entries and not (part.plain or part.is_resident)]
         entries = [entry for part in streamed for entry in part.entries if not entry.lookup_only]
         sizes = [WeightSize(entry.names[0], entry.nbytes, entry.group) for entry in entries]
         return largest_group(sizes, self.scope.engine.align)
@@ -376,7 +379,7 @@ class Managed:
         """
         self.scope.engine.drain()
         gone = 0
-        resident = [part for part in self._parts if self._could_stream(part) and part.is_resident]
+        resident = [part for part in self.parts if self._could_stream(part) and part.is_resident]
         for part in sorted(resident, key=lambda part: part.nbytes, reverse=True):
             if gone >= nbytes:
                 break
@@ -400,23 +403,23 @@ class Managed:
 
     def new_bytes(self, module: nn.Module) -> int:
         """Bytes of parameters that were added after attach (LoRA) and lie on the execution device."""
-        mine = {id(kept) for part in self._parts for kept in (part.replacement, part.original)}
+        mine = {id(kept) for part in self.parts for kept in (part.replacement, part.original)}
         new = [p for p in module.parameters() if id(p) not in mine and not isinstance(p, StreamedWeight)]
         return sum(p.nbytes for p in new if p.device == self.scope.device)
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of all weights and buffers in the dtype they run in."""
-        return sum(part.nbytes for part in self._parts)
+        return sum(part.nbytes for part in self.parts)
 
     @property
     def loaded_bytes(self) -> int:
         """Bytes of what was made hot when the module was attached."""
-        return sum(part.nbytes for part in self._parts if part.plain)
+        return sum(part.nbytes for part in self.parts if part.plain)
 
     @property
     def entries(self) -> list[Entry]:
-        return [entry for part in self._parts for entry in part.entries]
+        return [entry for part in self.parts for entry in part.entries]
 
     # --- release ---------------------------------------------------------------------------------------------------
 
@@ -432,17 +435,17 @@ class Managed:
         cache = self.scope.cache
         held = [
             (weakref.ref(entry.hot.untyped_storage()), entry.nbytes)
-            for part in self._parts
+            for part in self.parts
             for entry in part.entries
             if entry.hot is not None and entry.region is None and not part.plain
         ]
         failed: OffloadError | None = None
-        for part in self._parts if restore else ():
+        for part in self.parts if restore else ():
             try:
                 self._keep_plain_edits(part)
             except OffloadError as error:  # its file changed, or RAM is short: all else is given back first
                 failed = failed or error.with_traceback(None)
-        current = {id(part): [place.get() for place in part.places] for part in self._parts}
+        current = {id(part): [place.get() for place in part.places] for part in self.parts}
         strays = [
             weight._entry
             for weights in current.values()
@@ -450,7 +453,7 @@ class Managed:
             if isinstance(weight, StreamedWeight) and weight._entry not in set(self.entries)
         ]
         cache.release([*self.entries, *strays], keep_edits=restore)
-        for part in self._parts:
+        for part in self.parts:
             for place, now in zip(part.places, current[id(part)], strict=True):
                 if not self._is_ours(part, now):
                     continue
@@ -464,10 +467,10 @@ class Managed:
             owner = ref()
             if owner is not None and isinstance(vars(owner).get("_apply"), ApplyGuard):
                 del owner.__dict__["_apply"]
-        for part in self._parts:
+        for part in self.parts:
             if restore and part.layer_home is not None:
                 self._move_layers(part, part.layer_home)
-        self._parts = []
+        self.parts = []
         self.scope.forget(self)
         if failed is not None:
             raise failed
@@ -509,7 +512,7 @@ class Managed:
     def _give_back_masters(self) -> None:
         for reservation in self._extra:
             reservation.release()
-        for part in self._parts:
+        for part in self.parts:
             if part.reservation is not None:
                 part.reservation.release()
             for entry in part.entries:
