@@ -92,6 +92,7 @@ class ShardedComponent:
         if not self.awake:
             return
         with torch.inference_mode(False), torch.no_grad():
+            self._reshard()
             for path, tensor in self._registered():
                 if path in self._masters and _state(tensor) != self._seen.get(path):
                     log.debug("%s.%s was changed on %s; its master gets the new values", self.name, path, self.device)
@@ -107,10 +108,7 @@ class ShardedComponent:
         self._masters, self._seen = {}, {}
 
     def _take(self, module: nn.Module) -> None:
-        for part in module.modules():
-            reshard: Any = getattr(part, "reshard", None)
-            if callable(reshard):
-                reshard()  # FSDP: so that the shards are what is registered
+        self._reshard()
         by_tensor: dict[int, torch.Tensor] = {}
         for path, tensor in _tensors(module):
             local = _local(tensor).detach()
@@ -119,6 +117,14 @@ class ShardedComponent:
             self._masters[path], self._homes[path] = by_tensor[id(tensor)], local.device
         if any(home.type != "cpu" for home in self._homes.values()):
             self._put(self._masters)
+
+    def _reshard(self) -> None:
+        """Has FSDP register the shards: after a forward its root has whole weights registered."""
+        module = self._module()
+        for part in module.modules() if module is not None else ():
+            reshard: Any = getattr(part, "reshard", None)
+            if callable(reshard):
+                reshard()
 
     def _moved(self, where: Callable[[str], torch.device], non_blocking: bool) -> dict[str, torch.Tensor]:
         """Every master's copy, ties once. All of them are made before the first is used."""
@@ -167,9 +173,10 @@ def _with_local(tensor: Any, local: torch.Tensor) -> torch.Tensor:
     """A tensor like this one, with the same mesh and placements, over another local shard."""
     if not hasattr(tensor, "_local_tensor"):
         return local
-    _, context = tensor.__tensor_flatten__()
+    names, context = tensor.__tensor_flatten__()
+    inner = {name: getattr(tensor, name) for name in names} | {"_local_tensor": local}
     kind: Any = type(tensor)
-    return kind.__tensor_unflatten__({"_local_tensor": local}, context, tensor.shape, tensor.stride())
+    return kind.__tensor_unflatten__(inner, context, tensor.shape, tensor.stride())
 
 
 def _state(tensor: torch.Tensor) -> tuple[int, int, int]:

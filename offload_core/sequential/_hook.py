@@ -52,12 +52,16 @@ class SequentialOffloadHook(ModelHook):
         self._rivals: list[Member] = []
         self._joined: weakref.WeakSet[Member] = weakref.WeakSet()
         self._own_forward: Any = None
+        self._before_fsdp: Any = None
         self.made_registry = False
 
     def initialize_hook(self, module: nn.Module) -> nn.Module:
         self._join(module)
         self._own_forward = vars(module).get("forward")
         _member(module).has_hook = True
+        if is_sharded(module):
+            # FSDP gathers in a hook of its own that runs before `forward`, and so before `pre_forward`.
+            self._before_fsdp = module.register_forward_pre_hook(self._wake_first, prepend=True)
         return module
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -78,6 +82,8 @@ class SequentialOffloadHook(ModelHook):
             raise
 
     def deinitalize_hook(self, module: nn.Module) -> nn.Module:
+        if self._before_fsdp is not None:
+            self._before_fsdp.remove()
         if self._own_forward is None:
             vars(module).pop("forward", None)  # the registry leaves the class's own, as an attribute
         member = member_of(module)
@@ -91,6 +97,9 @@ class SequentialOffloadHook(ModelHook):
                     rival.exclusion.release(rival)
             self._rivals = []
         return module
+
+    def _wake_first(self, module: nn.Module, args: Any) -> None:
+        self.pre_forward(module)
 
     def _join(self, module: nn.Module) -> None:
         """Has the module and its targets take turns, with those of them that do already."""
