@@ -734,6 +734,17 @@ def test_an_error_of_reading_reaches_who_waits_with_its_type(threads: int) -> No
         assert torch.equal(attached(X), resident())
 
 
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("threads", [0, 2])
+def test_after_an_error_of_reading_nobody_waits_for_the_operators_other_weights(threads: int) -> None:
+    module = seeded(lambda: Parts((3, 1, 4), (52,)))
+    with Attached(module, smallest_budget(module), threads=threads, inline_bytes=1 << 20) as attached:
+        attached.fills.fail_at, attached.fills.error = 1, Odd
+        with pytest.raises(Odd):
+            attached(0, 0, 1, 2)
+        assert attached.release() == 0
+
+
 def test_an_error_of_reading_ahead_stops_nobody_if_the_weight_can_be_read_when_it_is_needed() -> None:
     with Attached(blocks(), TOTAL // 2) as attached:
         attached(X)

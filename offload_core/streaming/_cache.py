@@ -431,6 +431,7 @@ class WeightCache:
 
     def _read_unlocked(self, fetch: Fetch) -> None:
         """Reads on this thread, without the lock, so that other threads go on."""
+        fetch.begun = True
         self._lock.release()
         try:
             with self._buffer_lock:
@@ -508,7 +509,9 @@ class WeightCache:
     def _take_back(self, entry: Entry) -> bool:
         """Cancels a fetch that no thread has begun. Returns whether there was such a one."""
         fetch = entry.fetch
-        if fetch is None or fetch.job is None or not self.readers.cancel(fetch.job):
+        if fetch is None or fetch.begun:
+            return False
+        if fetch.job is not None and not self.readers.cancel(fetch.job):
             return False
         self._arrive(fetch, None, ReadStopped())
         return True
