@@ -53,6 +53,8 @@ class ModelLevelOffloadBackend(OffloadBackend):
         require_dits(found, pipeline)
         if not found.encoders:
             log.info("%s has no encoder: only its DiTs and VAE take turns.", type(pipeline).__name__)
+        if self.config.resident_bytes:
+            log.info("resident_bytes: accepted, no effect because a whole component is resident in its turn.")
         modules = found.named()
         self._exclusion = install(
             modules,

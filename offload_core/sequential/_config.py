@@ -60,7 +60,7 @@ class OffloadConfig:
             strategy = OffloadStrategy.MODEL_LEVEL if model_level else OffloadStrategy.NONE
         if model_level and (layerwise or distributed):
             log.info("enable_cpu_offload=True: accepted, no effect because layer-wise offload was asked for as well.")
-        for flag in sorted(name for name in dir(od_config) if name.startswith("dlo_")):
+        for flag in sorted(name for name in dir(od_config) if name.startswith("dlo_")) if distributed else ():
             log.info("%s: accepted, no effect because each process streams its own weights.", flag)
         parallel = getattr(od_config, "parallel_config", None)
         return cls(

@@ -109,8 +109,8 @@ class SequentialOffloadHook(ModelHook):
         together = list({id(each): each for each in (module, *self.offload_targets)}.values())
         known = [there for each in together if (there := member_of(each)) is not None]
         new = [each for each in together if member_of(each) is None]
+        exclusion = self._exclusion(new, known)
         if new:
-            exclusion = known[0].exclusion if known else self._exclusion(new)
             exclusion.add(named(new))
         self._rivals = [_member(target) for target in self.offload_targets if target is not module]
         for rival in self._rivals:
@@ -119,8 +119,25 @@ class SequentialOffloadHook(ModelHook):
         member.rivals = list(self._rivals)
         self._joined.add(member)
 
-    def _exclusion(self, modules: Sequence[nn.Module]) -> Exclusion:
-        return open_exclusion(modules, self.device, pin_memory=self.pin_memory, use_hsdp=self.use_hsdp)
+    def _exclusion(self, new: Sequence[nn.Module], known: Sequence[Member]) -> Exclusion:
+        """That of the modules which take turns already, or one of its own."""
+        if not known:
+            return open_exclusion(new, self.device, pin_memory=self.pin_memory, use_hsdp=self.use_hsdp)
+        there = known[0].exclusion
+        if there.device != self.device:
+            raise InputError(
+                f"{known[0].name} takes turns on {there.device}, and a hook wants it on {self.device}. Use one device "
+                "for modules that take turns."
+            )
+        if there.pin_memory != self.pin_memory:
+            log.info(
+                "pin_memory=%s: accepted, no effect because %s takes turns with pin_memory=%s already.",
+                self.pin_memory,
+                known[0].name,
+                there.pin_memory,
+            )
+        there.use_hsdp |= self.use_hsdp
+        return there
 
     def _put_away(self, module: nn.Module) -> None:
         """After an error. One of its own must not hide that."""
@@ -187,7 +204,7 @@ def install(
     use_hsdp: bool,
     settings: OffloadSettings | None = None,
 ) -> Exclusion:
-    """One exclusion of all `modules` (by name), with a hook on each that has rivals. All or nothing."""
+    """One exclusion of all `modules` (by name), with a hook on each that has rivals or DTensors. All or nothing."""
     exclusion = open_exclusion(
         list(modules.values()), resolve_device(device), pin_memory=pin_memory, use_hsdp=use_hsdp, settings=settings
     )
@@ -195,9 +212,9 @@ def install(
     hooked: list[nn.Module] = []
     try:
         for module in modules.values():
-            targets = rivals.get(id(module))
-            if targets is None:
-                continue
+            if id(module) not in rivals and not is_sharded(module):
+                continue  # its weights say when they are used; shards can't
+            targets = rivals.get(id(module), [])
             had_registry = "_diffusers_hook" in vars(module)
             hook = SequentialOffloadHook(targets, exclusion.device, pin_memory, use_hsdp)
             hooked.append(module)

@@ -22,7 +22,7 @@ from ._config import OffloadBackend, OffloadConfig
 from ._discovery import ModuleDiscovery, require_dits
 from ._dtensor import is_sharded
 from ._exclusion import Exclusion
-from ._hook import give_back
+from ._hook import give_back, open_exclusion
 
 log = logging.getLogger(__name__)
 
@@ -40,34 +40,35 @@ class LayerWiseOffloadBackend(OffloadBackend):
         self._others: Exclusion | None = None
 
     def enable(self, pipeline: Any) -> None:
-        """Raises InputError if there is no DiT, or one with DTensor weights; BudgetError, ManagedModuleError."""
+        """Raises InputError if there is no DiT, or a component has DTensor weights; BudgetError, ManagedModuleError."""
         if self.enabled:
             log.warning("This backend is enabled already. Call disable() before it takes another pipeline.")
             return
         found = ModuleDiscovery.discover(pipeline)
         require_dits(found, pipeline)
         dits = dict(zip(found.dit_names, found.dits, strict=True))
-        for name, dit in dits.items():
-            if is_sharded(dit):
+        components = found.named()
+        for name, module in components.items():
+            if is_sharded(module):
                 raise InputError(
-                    f"{name} has DTensor weights, which can't be streamed block by block. Use OffloadStrategy."
+                    f"{name} has DTensor weights, which can't be streamed. Use OffloadStrategy."
                     "MODEL_LEVEL with use_hsdp=True: it moves them as a whole."
                 )
-        if self.config.use_hsdp:
-            log.info("use_hsdp=True: accepted, no effect because no DiT has DTensor weights.")
         if self.config.strict:
             log.info("strict=True: accepted, no effect because a streamed DiT leaves room for the other components.")
         budget = self._budget(found.dits)
         settings = self.config.settings or OffloadSettings()
-        self._dits = self._exclusion(
-            replace(settings, device_memory=budget, activation_memory=0, resident_below=_RESIDENT_BELOW)
+        for_dits = replace(settings, device_memory=budget, activation_memory=0, resident_below=_RESIDENT_BELOW)
+        pin = self.config.pin_cpu_memory
+        self._dits = open_exclusion(
+            found.dits, self.device, pin_memory=pin, use_hsdp=self.config.use_hsdp, settings=for_dits
         )
-        self._others = self._exclusion(_beside(settings, budget))
+        self._others = Exclusion(self.device, pin_memory=pin, settings=_beside(settings, budget))
         try:
             members = self._dits.add(dits)
             for member in members:
                 member.rivals = [other for other in members if other is not member]
-            self._others.add({name: module for name, module in found.named().items() if name not in dits})
+            self._others.add({name: module for name, module in components.items() if name not in dits})
         except BaseException:
             self.disable()
             raise
@@ -111,9 +112,6 @@ class LayerWiseOffloadBackend(OffloadBackend):
     def get_blocks_from_dit(model: nn.Module) -> list[nn.Module]:
         """The blocks of all lists, in their order. Raises InputError for a name that is none of the model's lists."""
         return [block for _, block in _named_blocks(model)]
-
-    def _exclusion(self, settings: OffloadSettings) -> Exclusion:
-        return Exclusion(self.device, pin_memory=self.config.pin_cpu_memory, settings=settings)
 
     def _budget(self, dits: Sequence[nn.Module]) -> int | str:
         """Bytes for the DiTs: what isn't in blocks, two of the largest blocks, and what shall be resident."""
