@@ -149,6 +149,22 @@ def test_an_argument_without_effect_says_so_in_the_log(caplog: pytest.LogCapture
     assert not [record for record in caplog.records if "no effect" in record.getMessage()]
 
 
+def test_a_hook_that_joins_others_keeps_to_what_they_were_given(caplog: pytest.LogCaptureFixture) -> None:
+    pipeline = Pipeline()
+    dit, encoder = pipeline.transformer, pipeline.text_encoder
+    SequentialOffloadHook([dit], CPU, pin_memory=False).pre_forward(encoder)
+    with caplog.at_level(logging.INFO, "offload_core.sequential"):
+        SequentialOffloadHook([encoder], CPU, pin_memory=True).pre_forward(dit)
+    (record,) = caplog.records
+    assert record.getMessage().startswith("pin_memory=True: accepted, no effect because")
+    elsewhere = SequentialOffloadHook([encoder], CPU)
+    elsewhere.device = torch.device("cuda", 0)
+    with pytest.raises(InputError, match="Use one device"):
+        elsewhere.pre_forward(pipeline.transformer_2)
+    assert member_of(pipeline.transformer_2) is None
+    remove_sequential_offload([dit, encoder])
+
+
 # --- who is on the device --------------------------------------------------------------------------------------------
 
 
@@ -230,6 +246,45 @@ def test_a_dit_larger_than_the_device_runs_in_what_there_is() -> None:
         assert sum(backend.device_bytes().values()) <= budget
     backend.disable()
     assert torch.equal(pipeline(), expected)
+
+
+def test_components_that_are_no_rivals_rest_as_well_where_both_do_not_fit() -> None:
+    torch.manual_seed(0)
+    parts = {"transformer": Denoiser(), "text_encoder": Encoder(), "mixer": nn.Linear(150, 150)}
+    pipeline = SimpleNamespace(**{name: part.requires_grad_(False) for name, part in parts.items()})
+    x, time, y = torch.rand(1, 6, 32), torch.tensor(0.5), torch.rand(2, 150)
+    expected = parts["transformer"](x, time), parts["mixer"](y)
+    settings = OffloadSettings(device_memory=100_000, host_memory="1GiB", activation_memory=0, resident_below=0)
+    backend = enabled(pipeline, settings=settings)
+    for _ in range(2):
+        assert torch.equal(pipeline.transformer(x, time), expected[0])
+        assert torch.equal(pipeline.mixer(y), expected[1])
+        assert there(pipeline.transformer, pipeline.mixer) == [False, True]
+    backend.disable()
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
+def test_quantised_weights_take_turns_too(kind: str) -> None:
+    gguf = pytest.importorskip("gguf")
+    from diffusers.quantizers.gguf.utils import GGUFLinear, GGUFParameter
+
+    torch.manual_seed(0)
+    quant_type = getattr(gguf.GGMLQuantizationType, kind)
+    dit = GGUFLinear(64, 64, bias=True, compute_dtype=torch.float32)
+    packed = gguf.quants.quantize(torch.rand(64, 64).numpy(), quant_type)
+    dit.weight = GGUFParameter(torch.from_numpy(packed.copy()), quant_type=quant_type)
+    dit.requires_grad_(False)
+    encoder, x = nn.Linear(64, 64).requires_grad_(False), torch.rand(2, 64)
+    expected, weight = dit(x), dit.weight
+    apply_sequential_offload([dit], [encoder], CPU)
+    for _ in range(2):
+        assert torch.equal(dit(x), expected)
+        assert there(dit, encoder) == [True, False]
+        encoder(x)
+        assert there(dit, encoder) == [False, True]
+    remove_sequential_offload([dit, encoder])
+    assert dit.weight is weight
+    assert torch.equal(dit(x), expected)
 
 
 # --- restoring -------------------------------------------------------------------------------------------------------

@@ -11,8 +11,9 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -167,11 +168,7 @@ class Exclusion:
                 for name, module in modules.items():
                     added.append(self._add(self._unused(name), module, homes.pop(name, None)))
             except BaseException:
-                for member in reversed(added):
-                    self.release(member)
-                for each in homes.values():
-                    each.restore()
-                self._close_if_empty()
+                self._take_back(added, homes.values())
                 raise
         return added
 
@@ -252,6 +249,16 @@ class Exclusion:
         self._members[name] = member
         vars(module)[_MARK] = member
         return member
+
+    def _take_back(self, added: Iterable[Member], homes: Iterable[Homes]) -> None:
+        """After an error, which one of its own must not hide."""
+        steps: list[Callable[[], None]] = [partial(self.release, member) for member in added]
+        steps += [each.restore for each in homes]
+        for step in (*steps, self._close_if_empty):
+            try:
+                step()
+            except Exception:
+                log.exception("A module could not be given back as it was after another one was refused")
 
     def _open(self) -> OffloadScope:
         if self._scope is None:

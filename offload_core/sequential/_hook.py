@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -229,8 +230,8 @@ def install(
 def give_back(hooked: Iterable[nn.Module], members: Iterable[Member]) -> None:
     """Removes hooks and releases members, all of them whatever fails; then raises the first error."""
     failed: BaseException | None = None
-    steps: list[Callable[[], None]] = [lambda module=module: unhook(module) for module in hooked]  # type: ignore[misc]
-    steps += [lambda member=member: member.exclusion.release(member) for member in members]  # type: ignore[misc]
+    steps: list[Callable[[], None]] = [partial(unhook, module) for module in hooked]
+    steps += [partial(member.exclusion.release, member) for member in members]
     for step in steps:
         try:
             step()
