@@ -18,7 +18,6 @@ import pytest
 
 def facts_of(rank: int, mesh_shape: tuple[int, int], store: str) -> dict[str, Any]:
     """What one process of the group sees."""
-    import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
