@@ -180,8 +180,7 @@ class Exclusion:
         """
         with self._lock:
             for rival in member.rivals:
-                if rival.component.awake and not rival.released:
-                    rival.component.rest()
+                rival.exclusion.put_away(rival)
             if member.released or member.component.awake:
                 return
             assert self._scope is not None
@@ -201,7 +200,7 @@ class Exclusion:
     def put_away(self, member: Member) -> None:
         """Takes a component off the device."""
         with self._lock:
-            if member.component.awake and not member.released:
+            if not member.released and member.component.awake:
                 member.component.rest()
                 if self._scope is not None:
                     self._scope.cache.empty_ring()

@@ -85,8 +85,9 @@ class SequentialOffloadHook(ModelHook):
     def deinitalize_hook(self, module: nn.Module) -> nn.Module:
         if self._before_fsdp is not None:
             self._before_fsdp.remove()
-        if self._own_forward is None:
-            vars(module).pop("forward", None)  # the registry leaves the class's own, as an attribute
+        left: Any = vars(module).get("forward")
+        if self._own_forward is None and getattr(left, "__func__", None) is type(module).forward:
+            del vars(module)["forward"]  # the registry leaves the class's own, as an attribute, after its last hook
         member = member_of(module)
         try:
             if member is not None:
@@ -216,15 +217,22 @@ def install(
             if id(module) not in rivals and not is_sharded(module):
                 continue  # its weights say when they are used; shards can't
             targets = rivals.get(id(module), [])
-            had_registry = "_diffusers_hook" in vars(module)
-            hook = SequentialOffloadHook(targets, exclusion.device, pin_memory, use_hsdp)
             hooked.append(module)
-            HookRegistry.check_if_exists_or_initialize(module).register_hook(hook, HOOK_NAME)
-            hook.made_registry = not had_registry
+            _register(module, SequentialOffloadHook(targets, exclusion.device, pin_memory, use_hsdp))
     except BaseException:
         give_back(hooked, members)
         raise
     return exclusion
+
+
+def _register(module: nn.Module, hook: SequentialOffloadHook) -> None:
+    hook.made_registry = "_diffusers_hook" not in vars(module)
+    try:
+        HookRegistry.check_if_exists_or_initialize(module).register_hook(hook, HOOK_NAME)
+    except BaseException:
+        if hook.made_registry:
+            vars(module).pop("_diffusers_hook", None)
+        raise
 
 
 def give_back(hooked: Iterable[nn.Module], members: Iterable[Member]) -> None:
@@ -242,16 +250,18 @@ def give_back(hooked: Iterable[nn.Module], members: Iterable[Member]) -> None:
 
 
 def unhook(module: nn.Module) -> None:
-    """Removes a module's hook, and the registry if it came with the hook and nothing else is in it; then gives the
-    module back, if its hook was called by hand and never registered."""
+    """Removes a module's hook, whatever its name, and the registry if it came with the hook and nothing else is in it;
+    then gives the module back, if its hook was called by hand and never registered."""
     registry: HookRegistry | None = vars(module).get("_diffusers_hook")
-    hook = registry.get_hook(HOOK_NAME) if registry is not None else None
-    if registry is not None and hook is not None:
-        try:
-            registry.remove_hook(HOOK_NAME, recurse=False)
-        finally:
-            if getattr(hook, "made_registry", False) and not (registry.hooks.keys() - {HOOK_NAME}):
-                vars(module).pop("_diffusers_hook", None)
+    hooks = dict(registry.hooks) if registry is not None else {}
+    mine = {name: hook for name, hook in hooks.items() if isinstance(hook, SequentialOffloadHook)}
+    try:
+        if registry is not None:
+            for name in mine:
+                registry.remove_hook(name, recurse=False)
+    finally:
+        if any(hook.made_registry for hook in mine.values()) and mine.keys() == hooks.keys():
+            vars(module).pop("_diffusers_hook", None)
     member = member_of(module)
     if member is not None:
         member.exclusion.release(member)
