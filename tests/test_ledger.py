@@ -117,3 +117,14 @@ def test_threads_together_never_pass_the_limit_and_lose_no_byte() -> None:
     assert not over
     assert ledger.peak("device") <= 1000
     assert ledger.used("device") == ledger.used("host") == 0
+
+
+def test_a_limit_is_raised_by_what_was_there_before_it_was_measured_and_lowered_again() -> None:
+    ledger = Ledger(device=10, host=10)
+    ledger.allow("host", 5)
+    held = ledger.reserve("host", "masters", 15)
+    with pytest.raises(BudgetError):
+        ledger.reserve("host", "private", 1)
+    held.release()
+    ledger.allow("host", -5)
+    assert ledger.free("host") == 10

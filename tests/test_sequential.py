@@ -20,6 +20,7 @@ from torch import nn
 import offload_core.sequential as sequential
 from offload_core import OffloadSettings
 from offload_core.errors import BudgetError, InputError, ManagedModuleError
+from offload_core.limits import Machine, Memory
 from offload_core.sequential import (
     HookRegistry,
     LayerWiseOffloadBackend,
@@ -285,6 +286,19 @@ def test_quantised_weights_take_turns_too(kind: str) -> None:
     remove_sequential_offload([dit, encoder])
     assert dit.weight is weight
     assert torch.equal(dit(x), expected)
+
+
+def test_weights_that_are_in_ram_already_need_no_free_ram(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    dit, encoder = nn.Sequential(*[nn.Linear(256, 256) for _ in range(16)]).requires_grad_(False), nn.Linear(256, 256)
+    assert sum(p.nbytes for p in dit.parameters()) > 4 << 20
+    monkeypatch.setattr(Machine, "host", lambda self: Memory(16 << 30, 4 << 20, "a test"))
+    x = torch.rand(2, 256)
+    expected = dit(x)
+    apply_sequential_offload([dit], [encoder], CPU)
+    for _ in range(2):
+        assert torch.equal(dit(x), expected)
+    remove_sequential_offload([dit, encoder])
 
 
 # --- restoring -------------------------------------------------------------------------------------------------------
