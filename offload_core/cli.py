@@ -1,4 +1,4 @@
-"""The command line: ``phase-offload generate``, ``demo``, ``plan`` and ``bench``; the nodes add ``run``.
+"""The command line: ``phase-offload generate``, ``demo``, ``plan``, ``bench`` and ``purge``; the nodes add ``run``.
 
 A thin door: it turns arguments into calls of the library, shows progress, writes files, and turns every error into
 one sentence and an exit code. Numbers are checked by the library, file names here, before anything runs.
@@ -47,7 +47,7 @@ class Command:
 
 def main(argv: Sequence[str] | None = None, extra_commands: Iterable[Command] = ()) -> int:
     """Runs one command and returns its exit code. Argument errors leave through SystemExit(2), as argparse does."""
-    commands = {command.name: command for command in (GENERATE, DEMO, *extra_commands, PLAN, BENCH)}
+    commands = {command.name: command for command in (GENERATE, DEMO, *extra_commands, PLAN, BENCH, PURGE)}
     words = sys.argv[1:] if argv is None else list(argv)
     args = _parser(commands.values(), words).parse_args(words)
     interrupt = InterruptFlag()
@@ -321,6 +321,38 @@ def _plan(args: argparse.Namespace, terminal: Terminal) -> None:
 
 
 PLAN = Command("plan", "say what a job will take, before anything is loaded", _plan_arguments, _plan, has_report=False)
+
+
+# ---------------------------------------------------------------------------------------------------- purge
+
+
+def _purge_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model",
+        action="append",
+        default=[],
+        type=Path,
+        metavar="DIR",
+        help="a model folder whose files leave the page cache (Linux), may be given again",
+    )
+    parser.add_argument("--device", default="auto", metavar="NAME", help="auto, cpu, cuda, cuda:1, ... (auto)")
+
+
+def _purge(args: argparse.Namespace, terminal: Terminal) -> None:
+    import offload_core
+
+    report = offload_core.purge(args.device, files=args.model, standby=True)
+    terminal.say(report.table())
+    terminal.say(report.sentence())
+
+
+PURGE = Command(
+    "purge",
+    "give back what caches keep: of model files (--model), and the Windows standby list (elevated)",
+    _purge_arguments,
+    _purge,
+    has_report=False,
+)
 
 
 # -------------------------------------------------------------------------------------- parser, errors, exit
