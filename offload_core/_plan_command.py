@@ -50,13 +50,11 @@ def run(args: argparse.Namespace, terminal: Terminal) -> None:
     for path in filter(None, (args.json, args.chart)):
         files.check_writable(path)
     _check_chart_file(args.chart)
+    from .cli import memory_settings
     from .foresight import foresee_job
     from .plan_table import plan_json, plan_line, plan_table
-    from .settings import OffloadSettings
 
-    settings = OffloadSettings(
-        execution_device=args.device, device_memory=args.device_memory, host_memory=args.host_memory
-    )
+    settings = replace(memory_settings(args), execution_device=args.device)
     with terminal.session() as session:
         found = foresee_job(
             args.model,

@@ -1,4 +1,4 @@
-"""The command line: ``phase-offload generate``, ``demo``, ``plan``, ``bench`` and ``purge``; the nodes add ``run``.
+"""The command line: generate, demo, plan, bench, presets and purge; the nodes add run.
 
 A thin door: it turns arguments into calls of the library, shows progress, writes files, and turns every error into
 one sentence and an exit code. Numbers are checked by the library, file names here, before anything runs.
@@ -47,7 +47,7 @@ class Command:
 
 def main(argv: Sequence[str] | None = None, extra_commands: Iterable[Command] = ()) -> int:
     """Runs one command and returns its exit code. Argument errors leave through SystemExit(2), as argparse does."""
-    commands = {command.name: command for command in (GENERATE, DEMO, *extra_commands, PLAN, BENCH, PURGE)}
+    commands = {command.name: command for command in (GENERATE, DEMO, *extra_commands, PLAN, BENCH, PRESETS, PURGE)}
     words = sys.argv[1:] if argv is None else list(argv)
     args = _parser(commands.values(), words).parse_args(words)
     interrupt = InterruptFlag()
@@ -99,9 +99,23 @@ def add_memory_arguments(parser: argparse.ArgumentParser, *more: str) -> None:
     )
 
 
+def add_preset_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--preset", default="plain", metavar="NAME", help="numbers of a preset; budgets that are given win (plain)"
+    )
+
+
 def memory_settings(args: argparse.Namespace) -> OffloadSettings:
-    """Settings with the budgets that were given."""
-    return OffloadSettings(device_memory=args.device_memory, host_memory=args.host_memory)
+    """Settings of the preset with the budgets that were given. Raises InputError for a preset phases don't have."""
+    from dataclasses import replace
+
+    from .presets import ENGINE, resolve_preset
+
+    preset = resolve_preset(args.preset)
+    if preset.route != ENGINE:
+        raise InputError(f"The preset {preset.name} is for enable_offload, not for phases; use one of a byte budget.")
+    budgets = {name: getattr(args, name) for name in ("device_memory", "host_memory")}
+    return replace(preset.settings(), **{name: value for name, value in budgets.items() if value != "auto"})
 
 
 # ------------------------------------------------------------------------------------------------- generate
@@ -130,6 +144,7 @@ def _generate_arguments(parser: argparse.ArgumentParser) -> None:
         "replaced; several pictures become NAME-0.png, NAME-1.png, ... (phase-offload.png)",
     )
     parser.add_argument("--no-plan", action="store_true", help="don't foretell memory and time, just run")
+    add_preset_argument(parser)
     add_memory_arguments(parser)
 
 
@@ -202,6 +217,7 @@ def _demo_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="another seed, other pictures (0)")
     parser.add_argument("--captions", nargs="+", metavar="TEXT", help="your own captions instead of the six built in")
     parser.add_argument("--device", default="auto", metavar="NAME", help="auto, cpu, cuda, cuda:1, ... (auto)")
+    add_preset_argument(parser)
     add_memory_arguments(parser)
 
 
@@ -311,6 +327,7 @@ def _plan_arguments(parser: argparse.ArgumentParser) -> None:
     from . import _plan_command
 
     _plan_command.add_arguments(parser)
+    add_preset_argument(parser)
     add_memory_arguments(parser)
 
 
@@ -351,6 +368,33 @@ PURGE = Command(
     "give back what caches keep: of model files (--model), and the Windows standby list (elevated)",
     _purge_arguments,
     _purge,
+    has_report=False,
+)
+
+
+# -------------------------------------------------------------------------------------------------- presets
+
+
+def _no_arguments(parser: argparse.ArgumentParser) -> None:
+    pass
+
+
+def _presets(args: argparse.Namespace, terminal: Terminal) -> None:
+    import os
+
+    from .ddo import variables_table
+    from .presets import presets_table
+
+    terminal.say(presets_table())
+    terminal.say("")
+    terminal.say(variables_table(os.environ))
+
+
+PRESETS = Command(
+    "presets",
+    "list the presets, and the DDO_... variables that are honoured",
+    _no_arguments,
+    _presets,
     has_report=False,
 )
 

@@ -14,7 +14,7 @@ import torch
 from .devices import device_title, resolve_device
 from .known import KnownMachine, KnownModel, described_source, known_machine, known_model
 from .learnt import Learnt, corrected, dtype_of
-from .limits import Memory, auto_device_budget, auto_host_budget, parse_budget
+from .limits import Memory, auto_device_budget, auto_host_budget, parse_budget, parse_limit
 from .plan import Limits, PhaseJob, Plan, plan_job
 from .rates import measured_rates, rates_of
 from .settings import OffloadSettings
@@ -245,6 +245,7 @@ def limits_here(settings: OffloadSettings, device: torch.device) -> Limits:
             read_threads=settings.read_threads,
             staging_bytes=scope.staging_bytes,
             align=scope.engine.align,
+            resident_limit=scope.resident_limit,
         )
     finally:
         scope.close()
@@ -266,4 +267,11 @@ def _limits_of(machine: KnownMachine, settings: OffloadSettings) -> Limits:
         auto=auto_host_budget(ASSUMED_RAM),
         name="host_memory",
     )
-    return Limits(device, host, resident_below=settings.resident_below, read_threads=settings.read_threads, align=512)
+    return Limits(
+        device,
+        host,
+        resident_below=settings.resident_below,
+        read_threads=settings.read_threads,
+        align=512,
+        resident_limit=parse_limit(settings.resident_memory, memory, "resident_memory"),
+    )

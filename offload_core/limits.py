@@ -72,6 +72,19 @@ def parse_budget(value: int | str, *, free: int, total: int, auto: int, name: st
     return size
 
 
+def parse_limit(value: int | str, memory: Memory, name: str) -> int | None:
+    """The bytes of an upper limit, in the words of `parse_budget`; None for "auto", which is none. It may be 0, and
+    more than there is. Raises InputError like `parse_budget`."""
+    if value in (0, "0"):
+        return 0
+    budget = _read(value, name)
+    if budget.kind == "auto":
+        return None
+    if budget.kind == "share":
+        return int(memory.total * budget.amount)
+    return max(int(memory.free - budget.amount if budget.kind == "leave" else budget.amount), 0)
+
+
 def check_budget(value: int | str, name: str) -> None:
     """Raises InputError if `value` can't be a budget on any machine: the check before a machine is known."""
     _read(value, name)

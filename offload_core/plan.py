@@ -190,7 +190,8 @@ class Plan:
 @dataclass(frozen=True)
 class Limits:
     """What a plan may take. on_cpu: the CPU executes, so both are RAM. staging_bytes: of the readers' buffers. align:
-    of hot copies in the ring. read_threads: none means that nothing is fetched ahead."""
+    of hot copies in the ring. read_threads: none means that nothing is fetched ahead. resident_limit: see
+    `make_plan`."""
 
     device_bytes: int
     host_bytes: int
@@ -199,6 +200,7 @@ class Limits:
     read_threads: int = 2
     staging_bytes: int = 12 << 20
     align: int = 64
+    resident_limit: int | None = None
 
 
 def predicted_figures(phase: PhasePlan) -> dict[str, float]:
@@ -262,6 +264,7 @@ def _place(component: ComponentJob, room: int, limits: Limits, ring: int, others
         available=room,
         ring_there=ring,
         ring_for_others=others,
+        resident_limit=limits.resident_limit,
         align=limits.align,
         name=component.name,
     )
@@ -329,7 +332,8 @@ class _Held:
         if component.weight_bytes + self._ring_missing() > self._free():
             self.ring = 0
         weights, small = _place(component, self._free(), self.limits, self.ring, self._largest)
-        if self.rates is not None and weights.ring_bytes and component.times > 1:
+        limit = self.limits.resident_limit
+        if self.rates is not None and weights.ring_bytes and component.times > 1 and limit is None:
             weights = _cheapest(component, weights, small, self.limits, self.rates, self._largest)
         self.ring = max(self.ring, weights.ring_bytes)
         self._fixed += weights.small_bytes

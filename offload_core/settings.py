@@ -19,6 +19,10 @@ class OffloadSettings:
     host_memory: the same for RAM: staging, pinned memory, private copies. If the CPU executes, hot weights count too.
     activation_memory: the part of `device_memory` that isn't given to weights: bytes, "1GiB", "15%" of that budget, or
     "auto" (a share of it, see `limits.activation_reserve`).
+    resident_memory: the most that the larger weights of a component may take on the execution device after their use,
+    0 for none of them, or "auto" (all that the budget has room for).
+    pinned_memory: the most pinned RAM that may be taken for staging and for weights that go over the link again: a
+    budget as above, 0 for none, or "auto" (see `Machine.pinned_limit`). No more than `host_memory` in any case.
     resident_below: weights smaller than this many bytes always stay on the execution device.
     drop_page_cache: whether file pages are dropped from the page cache as soon as they were read.
     direct_io: "auto" (past the page cache if the model doesn't fit it), "on" or "off".
@@ -33,6 +37,8 @@ class OffloadSettings:
     device_memory: int | str = "auto"
     host_memory: int | str = "auto"
     activation_memory: int | str = "auto"
+    resident_memory: int | str = "auto"
+    pinned_memory: int | str = "auto"
     resident_below: int = 1 << 20
     direct_io: str = "auto"
     drop_page_cache: bool = False
@@ -43,9 +49,9 @@ class OffloadSettings:
 
 def check_settings(settings: OffloadSettings) -> None:
     """Raises InputError for a setting that no phase could obey, on any machine."""
-    for name in ("device_memory", "host_memory", "activation_memory"):
+    for name in ("device_memory", "host_memory", "activation_memory", "resident_memory", "pinned_memory"):
         value = getattr(settings, name)
-        if name != "activation_memory" or value not in (0, "0"):  # a phase may do without that reserve
+        if name in ("device_memory", "host_memory") or value not in (0, "0"):  # a phase may do without the others
             check_budget(value, name)
     for name in ("vae_tiling", "direct_io"):
         value = getattr(settings, name)

@@ -158,6 +158,7 @@ class Managed:
             resident_below=self.scope.settings.resident_below,
             ahead=lambda sizes: cache.fetches_ahead(size.nbytes for size in sizes),
             available=self.scope.available(),
+            resident_limit=self.scope.resident_limit,
             ring_there=cache.ring.largest,
             ring_for_others=self.scope.largest_bytes,
             align=self.scope.engine.align,

@@ -78,6 +78,7 @@ def make_plan(
     sizes: Sequence[WeightSize],
     *,
     available: int,
+    resident_limit: int | None = None,
     small_bytes: int = 0,
     ring_there: int = 0,
     ring_for_others: int = 0,
@@ -88,6 +89,7 @@ def make_plan(
 ) -> StreamPlan:
     """A plan for weights `sizes` in `available` bytes, of which `small_bytes` go to what is never offloaded.
 
+    resident_limit: the most bytes of `sizes` that may be resident, None for all there is room for.
     ring_there: bytes of a ring that exists already and isn't part of `available`. ring_for_others: what other modules
     need of the ring. align: bytes that hot copies in the ring are aligned to; the ring itself takes so many more.
     ahead: whether weights are fetched ahead of their use.
@@ -101,21 +103,22 @@ def make_plan(
     """
     room = available - small_bytes
     total = sum(size.nbytes for size in sizes)
+    most = total if resident_limit is None else resident_limit
     ring = ring_for_others if ring_for_others > ring_there else 0
     ring_total = ring + align if ring else 0
-    if total + ring_total <= room:
+    if total + ring_total <= room and total <= most:
         names = frozenset(size.name for size in sizes)
         return StreamPlan(True, names, total, 0, 0, ring, small_bytes, available)
     lookup = sum(size.nbytes for size in sizes if size.lookup_only)
     rest = [size for size in sizes if not size.lookup_only]
     total -= lookup
-    if total + ring_total <= room:
+    if total + ring_total <= room and total <= most:
         names = frozenset(size.name for size in rest)
         return StreamPlan(False, names, total, 0, lookup, ring, small_bytes, available)
     largest = max(largest_group(rest, align), ring_for_others)
     ring = 0
     if ring_there < largest:
-        needed = min(largest + align, total + ring_total)
+        needed = min(largest + align, total + ring_total) if total <= most else largest + align
         if needed > room:
             raise BudgetError(
                 f"The budget of {device} leaves {human_bytes(max(available, 0))} for the weights of {name}, which need "
@@ -124,13 +127,13 @@ def make_plan(
                 f"{at_least(small_bytes + needed - available)} or more."
             )
         room -= align
-        ring = max(largest, min(_IN_FLIGHT * largest, total - room, room // 2)) if ahead else largest
+        ring = max(largest, min(_IN_FLIGHT * largest, total - min(room, most), room // 2)) if ahead else largest
     elif room < 0:
         raise BudgetError(
             f"The budget of {device} leaves {human_bytes(max(available, 0))} for the small weights of {name}, which "
             f"take {human_bytes(small_bytes)} and stay. Raise device_memory by {at_least(-room)} or more."
         )
-    resident = spread(rest, room - ring)
+    resident = spread(rest, min(room - ring, most))
     kept = sum(size.nbytes for size in rest if size.name in resident)
     streamed = total - kept
     return StreamPlan(False, resident, kept, streamed, lookup, ring, small_bytes, available)

@@ -13,7 +13,15 @@ from torch import nn
 
 from ..file_reader import FileIdentity, ReadBuffer, WeightFile
 from ..ledger import Ledger
-from ..limits import Machine, Memory, activation_reserve, auto_device_budget, auto_host_budget, parse_budget
+from ..limits import (
+    Machine,
+    Memory,
+    activation_reserve,
+    auto_device_budget,
+    auto_host_budget,
+    parse_budget,
+    parse_limit,
+)
 from ..settings import OffloadSettings, check_settings
 from ._accelerator import AcceleratorCopies, link_bytes
 from ._cache import WeightCache
@@ -47,6 +55,7 @@ class OffloadScope:
         self.machine = machine or Machine()
         self.ledger, self.device_memory, self.host_memory = self._ledger()
         total = self.ledger.limits["device"]
+        self.resident_limit = parse_limit(settings.resident_memory, self.device_memory, "resident_memory")
         self.activation_bytes = activation_reserve(settings.activation_memory, total)
         self._reserve = self.ledger.reserve("device", "activations", self.activation_bytes)
         chunk = min(_LARGEST_CHUNK, max(_SMALLEST_CHUNK, total // 128 // 4096 * 4096))
@@ -192,7 +201,11 @@ class OffloadScope:
         if self.device.type == "cpu":
             return CpuCopies()
         chunks = 2 * len(self._buffers)
-        limit = self.machine.pinned_limit()
+        limit, asked = (
+            self.machine.pinned_limit(),
+            parse_limit(self.settings.pinned_memory, self.host_memory, "pinned_memory"),
+        )
+        limit = limit if asked is None else min(limit, asked)
         return AcceleratorCopies(self.device, self.ledger, chunk_bytes=chunk_bytes, chunks=chunks, pinned_bytes=limit)
 
 
