@@ -50,7 +50,30 @@ _HOME = {
     "apply_sequential_offload": "sequential",
     "remove_sequential_offload": "sequential",
     "OffloadSettings": "settings",
-    "enable_offload": "streaming",
+    "enable_offload": "ddo",
+    "DiffusersGroupOffloadResult": "ddo",
+    "DynamicOffloadApplyResult": "ddo",
+    "DynamicOffloadConfig": "ddo",
+    "DynamicOffloadLoadResult": "ddo",
+    "DynamicOffloadMetrics": "ddo",
+    "DynamicOffloadSettings": "ddo",
+    "DynamicOffloadState": "ddo",
+    "apply_dynamic_offload": "ddo",
+    "config_only": "ddo",
+    "enable_diffusers_group_offload": "ddo",
+    "enable_dynamic_offload": "ddo",
+    "enable_pipeline_offload": "ddo",
+    "format_dynamic_offload_presets": "ddo",
+    "from_pretrained_with_dynamic_offload": "ddo",
+    "get_dynamic_offload_presets": "ddo",
+    "get_dynamic_offload_state": "ddo",
+    "is_wsl_environment": "ddo",
+    "load_dynamic_offload_settings_from_env": "ddo",
+    "maybe_purge_windows_standby_cache": "ddo",
+    "purge_windows_standby_cache": "ddo",
+    "release_pytorch_host_cache": "ddo",
+    "remove_dynamic_offload": "ddo",
+    "resolve_dynamic_offload_preset": "ddo",
     "BudgetError": "errors",
     "ColdWeightError": "errors",
     "DeviceError": "errors",
@@ -70,6 +93,32 @@ __all__ = sorted(_HOME)
 
 if TYPE_CHECKING:
     from ._purge import PurgeReport, purge
+    from .ddo import (
+        DiffusersGroupOffloadResult,
+        DynamicOffloadApplyResult,
+        DynamicOffloadConfig,
+        DynamicOffloadLoadResult,
+        DynamicOffloadMetrics,
+        DynamicOffloadSettings,
+        DynamicOffloadState,
+        apply_dynamic_offload,
+        config_only,
+        enable_diffusers_group_offload,
+        enable_dynamic_offload,
+        enable_offload,
+        enable_pipeline_offload,
+        format_dynamic_offload_presets,
+        from_pretrained_with_dynamic_offload,
+        get_dynamic_offload_presets,
+        get_dynamic_offload_state,
+        is_wsl_environment,
+        load_dynamic_offload_settings_from_env,
+        maybe_purge_windows_standby_cache,
+        purge_windows_standby_cache,
+        release_pytorch_host_cache,
+        remove_dynamic_offload,
+        resolve_dynamic_offload_preset,
+    )
     from .errors import (
         BudgetError,
         ColdWeightError,
@@ -111,7 +160,6 @@ if TYPE_CHECKING:
     )
     from .session import Observer, Progress, Session, SilentObserver
     from .settings import OffloadSettings
-    from .streaming import enable_offload
 
 
 def __getattr__(name: str) -> Any:

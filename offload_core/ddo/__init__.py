@@ -2,6 +2,32 @@
 
 from __future__ import annotations
 
+from ._caches import (
+    clear_dynamic_offload_pinned_tensor_cache,
+    clear_dynamic_offload_plan_cache,
+    get_available_system_ram_gb,
+    maybe_purge_windows_standby_cache,
+    purge_windows_standby_cache,
+    purge_windows_standby_cache_event,
+    release_pytorch_host_cache,
+)
+from ._enable import (
+    apply_dynamic_offload,
+    enable_diffusers_group_offload,
+    enable_dynamic_offload,
+    enable_offload,
+    enable_pipeline_offload,
+    get_dynamic_offload_state,
+    remove_dynamic_offload,
+)
+from ._geometry import config_only
+from ._loading import DynamicOffloadLoadResult, from_pretrained_with_dynamic_offload
+from ._metrics import (
+    DYNAMIC_OFFLOAD_METRICS_SCHEMA_VERSION,
+    DynamicOffloadMetrics,
+    DynamicOffloadPlanEntry,
+    DynamicOffloadState,
+)
 from ._names import (
     dynamic_offload_env_value,
     dynamic_offload_preset_env_value,
@@ -11,17 +37,64 @@ from ._names import (
     resolve_dynamic_offload_preset,
     variables_table,
 )
+from ._profiles import (
+    DYNAMIC_OFFLOAD_PROFILE_SCHEMA_VERSION,
+    DynamicOffloadProfileSession,
+    dynamic_offload_profile_key,
+    dynamic_offload_profile_path,
+    get_dynamic_offload_profile_capacity,
+    get_dynamic_offload_profile_dir,
+    get_dynamic_offload_profile_recommendation,
+    load_dynamic_offload_profile,
+    normalize_dynamic_offload_profile_context,
+    record_dynamic_offload_profile,
+)
+from ._results import DiffusersGroupOffloadResult, DynamicOffloadApplyResult, DynamicOffloadHook
 from ._settings import DynamicOffloadConfig, DynamicOffloadSettings, load_dynamic_offload_settings_from_env
 
 __all__ = [
+    "DYNAMIC_OFFLOAD_METRICS_SCHEMA_VERSION",
+    "DYNAMIC_OFFLOAD_PROFILE_SCHEMA_VERSION",
+    "DiffusersGroupOffloadResult",
+    "DynamicOffloadApplyResult",
     "DynamicOffloadConfig",
+    "DynamicOffloadHook",
+    "DynamicOffloadLoadResult",
+    "DynamicOffloadMetrics",
+    "DynamicOffloadPlanEntry",
+    "DynamicOffloadProfileSession",
     "DynamicOffloadSettings",
+    "DynamicOffloadState",
+    "apply_dynamic_offload",
+    "clear_dynamic_offload_pinned_tensor_cache",
+    "clear_dynamic_offload_plan_cache",
+    "config_only",
     "dynamic_offload_env_value",
     "dynamic_offload_preset_env_value",
+    "dynamic_offload_profile_key",
+    "dynamic_offload_profile_path",
+    "enable_diffusers_group_offload",
+    "enable_dynamic_offload",
+    "enable_offload",
+    "enable_pipeline_offload",
     "format_dynamic_offload_presets",
+    "from_pretrained_with_dynamic_offload",
+    "get_available_system_ram_gb",
     "get_dynamic_offload_presets",
+    "get_dynamic_offload_profile_capacity",
+    "get_dynamic_offload_profile_dir",
+    "get_dynamic_offload_profile_recommendation",
+    "get_dynamic_offload_state",
     "is_wsl_environment",
+    "load_dynamic_offload_profile",
     "load_dynamic_offload_settings_from_env",
+    "maybe_purge_windows_standby_cache",
+    "normalize_dynamic_offload_profile_context",
+    "purge_windows_standby_cache",
+    "purge_windows_standby_cache_event",
+    "record_dynamic_offload_profile",
+    "release_pytorch_host_cache",
+    "remove_dynamic_offload",
     "resolve_dynamic_offload_preset",
     "variables_table",
 ]

@@ -34,7 +34,7 @@ class Route:
     offload_type: str = "leaf_level"
     use_stream: bool = True
     record_stream: bool = False
-    low_cpu_mem_usage: bool = False
+    low_cpu_mem_usage: bool | None = None
     num_blocks_per_group: int = 1
 
 

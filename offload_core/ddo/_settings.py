@@ -239,3 +239,45 @@ def _standby_phases(preset: tuple[str, ...], variables: Mapping[str, str]) -> fr
         if variables.get(name, "").strip():
             (phases.add if flag(variables[name], name) else phases.discard)(phase)
     return frozenset(phases)
+
+
+def as_settings(
+    settings: DynamicOffloadSettings | OffloadSettings | None,
+    *,
+    config: DynamicOffloadConfig | None,
+    preset: str,
+    execution_device: str | torch.device,
+    offload_device: str | torch.device,
+    running_on_wsl: bool | None,
+    environ: Mapping[str, str] | None,
+    use_environment: bool,
+    overrides: Mapping[str, Any],
+) -> DynamicOffloadSettings:
+    """The view that the arguments of a function that attaches stand for.
+
+    With `settings` neither the environment nor the preset is asked; options and a device that are said still win.
+    Raises TypeError for an unknown option, InputError for one that can't be used.
+    """
+    said = dict(config.given if config is not None else {}) | dict(overrides)
+    named = said.pop("execution_device", DEFAULT_DEVICE)
+    device = named if execution_device is DEFAULT_DEVICE else execution_device
+    offload_device = said.pop("offload_device", offload_device)
+    if settings is None:
+        found = (os.environ if environ is None else environ) if use_environment else {}
+        variables = {name: text for name, text in found.items() if _ours(name)}
+        return make_settings(
+            preset=variables.get("DDO_PRESET", "").strip() or preset,
+            variables=variables,
+            said=said,
+            execution_device=device,
+            offload_device=offload_device,
+            running_on_wsl=running_on_wsl,
+            component_policies={},
+        )
+    view = settings if isinstance(settings, DynamicOffloadSettings) else DynamicOffloadSettings(offload=settings)
+    changes = changes_of(said) | ({} if device is DEFAULT_DEVICE else {"execution_device": str(device)})
+    offload = replace(view.offload, **changes)
+    check_settings(offload)
+    is_plan = str(said.get("execution_mode", "")).lower() == "plan" and view.route.name == ENGINE
+    route = replace(view.route, name=WHOLE) if is_plan else view.route
+    return replace(view, offload=offload, route=route, config=DynamicOffloadConfig(**{**view.config.given, **said}))

@@ -179,6 +179,14 @@ def _skeleton(source: ComponentSource, dtype: torch.dtype, device: torch.device)
     return module.eval()
 
 
+def stand_in(source: ComponentSource, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    """A component that has its class, its config and its small buffers, and weights that raise ColdWeightError."""
+    module = _skeleton(source, dtype, device)
+    make_cold(module, source.name, device, dtype, buffers=False)
+    _read_small_buffers(module, source, dtype, device)
+    return module
+
+
 def _from_config(cls: Any, source: ComponentSource, dtype: torch.dtype) -> nn.Module:
     if source.library == "transformers" or not hasattr(cls, "from_config"):
         config = cls.config_class.from_pretrained(str(source.directory), local_files_only=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ._enable import Offload, StreamReport, enable_offload
+from ._enable import Offload, StreamReport, enable_offload, offload_of
 from ._managed import Managed
 from ._parts import part_sizes
 from ._plan import PartSize, StreamPlan, WeightSize, largest_group, make_plan, plan_parts, spread
@@ -36,6 +36,7 @@ __all__ = [
     "keep_on_host",
     "largest_group",
     "make_plan",
+    "offload_of",
     "part_sizes",
     "plan_parts",
     "rest",

@@ -125,13 +125,37 @@ class WeightCache:
         """Gives back the ring as far as nobody holds it, so that one of another size can take its place."""
         self.engine.drain()
         with self._lock:
-            for entry in self._room:
-                if entry.fetch is not None or entry.region is not None:
+            self._empty_ring()
+
+    def cool(self, entries: Iterable[Entry]) -> None:
+        """Gives back the hot and pinned copies of `entries`, and the ring; they are made again when they are needed.
+
+        Nothing while another call is at work here: it may be the collector of garbage that asks.
+        """
+        if not self._lock.acquire(blocking=False):
+            return
+        try:
+            if self._closed:
+                return
+            self.engine.drain()
+            for entry in entries:
+                if entry.cache is self:
                     self._settle(entry)
                     self._room.adopt(entry)
-                    if entry.region is not None:
-                        self._room.drop(entry)
-            self.ring.shrink()
+                    self._room.drop(entry)
+                    self.engine.forget(entry)
+            self._empty_ring()
+        finally:
+            self._lock.release()
+
+    def _empty_ring(self) -> None:
+        for entry in self._room:
+            if entry.fetch is not None or entry.region is not None:
+                self._settle(entry)
+                self._room.adopt(entry)
+                if entry.region is not None:
+                    self._room.drop(entry)
+        self.ring.shrink()
 
     @property
     def ring(self) -> Ring:

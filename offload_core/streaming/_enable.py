@@ -13,6 +13,7 @@ from torch import nn
 
 from ..devices import resolve_device
 from ..settings import OffloadSettings
+from ._guards import manager_of
 from ._managed import Managed
 from ._plan import StreamPlan
 from ._scope import OffloadScope
@@ -80,11 +81,17 @@ class Offload:
         """
         if self._managed.released:
             return 0
+        scope, held = self._managed.scope, 0
         try:
             self._managed.release(restore=True)
         finally:
-            held = self._managed.scope.close()
+            if not scope.in_use:  # it may be shared
+                held = scope.close()
         return held
+
+    def cool(self) -> None:
+        """Gives back all memory that weights take beside their masters; the module stays under offload."""
+        self._managed.cool()
 
     def __enter__(self) -> Offload:
         return self
@@ -93,30 +100,39 @@ class Offload:
         self.release()
 
 
+def offload_of(module: nn.Module) -> Offload | None:
+    """The offload that a module is under, whoever made it; None if it is under none."""
+    managed = manager_of(module)
+    return Offload(module, managed) if managed is not None else None
+
+
 def enable_offload(
     module: nn.Module,
     *,
     settings: OffloadSettings | None = None,
     component: str = "model",
     files: Sequence[str | os.PathLike[str]] = (),
+    scope: OffloadScope | None = None,
 ) -> Offload:
     """Runs `module` on `settings.execution_device` inside `settings.device_memory`, with the same bits as if it were
     resident there. Call the module, or any method of it, as ever; inputs must be on the execution device.
 
     component: what it is called in messages and reports. files: its safetensors files; weights that were loaded from
     them in their own dtype (`from_pretrained` maps them) are read from there when they are needed. Without `files`
-    they are found by what is mapped. A module that only lives in RAM is streamed from there.
+    they are found by what is mapped. A module that only lives in RAM is streamed from there. scope: budgets and ring
+    to be shared with other modules; it is closed with the last of them, and `settings` aren't asked.
 
     Raises BudgetError (with the smallest budget that works), ManagedModuleError for a module that is under offload
     already or has a kind of weight that can't be, DeviceError, InputError, ModelError. The module is unchanged then.
     """
-    settings = settings or OffloadSettings()
-    device = resolve_device(settings.execution_device)
-    scope = OffloadScope(settings, device)
+    if scope is None:
+        settings = settings or OffloadSettings()
+        scope = OffloadScope(settings, resolve_device(settings.execution_device))
     try:
         with torch.no_grad():
             managed = scope.attach(module, name=component, files=[Path(file) for file in files] or None)
     except BaseException:
-        scope.close()
+        if not scope.in_use:
+            scope.close()
         raise
     return Offload(module, managed)

@@ -16,7 +16,8 @@ class ApplyGuard:
     """Stands in for a managed module's `_apply`, through which `.to()`, `.half()`, `.cuda()`, `.share_memory()` go.
 
     A change of dtype is carried out without loading anything; a move is refused. It is told apart by what the function
-    does to empty probes of two dtypes and to one of a picture's shape. module: what the calls give back.
+    does to empty probes of two dtypes and to one of a picture's shape. module: what the calls give back. owner: who
+    manages it.
     """
 
     def __init__(
@@ -25,8 +26,9 @@ class ApplyGuard:
         device: torch.device,
         recast: Callable[[torch.dtype], None],
         module: weakref.ref[nn.Module] | None = None,
+        owner: Any = None,
     ) -> None:
-        self.name, self.device, self.recast, self.module = name, device, recast, module
+        self.name, self.device, self.recast, self.module, self.owner = name, device, recast, module, owner
 
     def __call__(self, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module | None:
         module = self.module() if self.module is not None else None
@@ -74,6 +76,13 @@ class _Probe(torch.Tensor):
 
 def is_managed(module: nn.Module) -> bool:
     return isinstance(vars(module).get("_apply"), ApplyGuard)
+
+
+def manager_of(module: nn.Module) -> Any:
+    """The Managed of a module that is under offload itself (not only a part of it), None if it isn't."""
+    guard = vars(module).get("_apply")
+    owner = guard.owner if isinstance(guard, ApplyGuard) else None
+    return owner if owner is not None and owner.root is not None and owner.root() is module else None
 
 
 def check_free(module: nn.Module, name: str) -> None:

@@ -46,6 +46,8 @@ class Managed:
         self._guarded: list[weakref.ref[nn.Module]] = []
         self._compiled: list[weakref.ref[nn.Module]] = []
         self._extra: list[Reservation] = []
+        self.root: weakref.ref[nn.Module] | None = None
+        self.at_release: list[Callable[[], None]] = []
         self.released = False
         self.resting = False  # see `_turns`
 
@@ -273,6 +275,7 @@ class Managed:
 
     def _exchange(self, module: nn.Module) -> None:
         """Puts everything in place. Only assignments: it can't stop half-way."""
+        self.root = weakref.ref(module)
         cache = self.scope.cache
         if self.plan.ring_bytes > 0:
             cache.add_arena(self.plan.ring_bytes)
@@ -284,7 +287,7 @@ class Managed:
         for path, owner in module.named_modules():
             name = f"{self.name}.{path}" if path else self.name
             here = weakref.ref(owner)
-            guard = ApplyGuard(name, self.scope.device, partial(self.recast, here), here)
+            guard = ApplyGuard(name, self.scope.device, partial(self.recast, here), here, owner=self)
             owner.__dict__["_apply"] = guard
             self._guarded.append(weakref.ref(owner))
 
@@ -398,6 +401,11 @@ class Managed:
             self.scope.cache.stream(entry)
         return gone
 
+    def cool(self) -> None:
+        """Gives back every hot copy that can be made again, and their ring. The module stays under offload."""
+        if not self.released:
+            self.scope.cache.cool(entry for part in self._parts if not part.plain for entry in part.entries)
+
     def _could_stream(self, part: Part) -> bool:
         is_weight = part.item.kind == "parameter" and part.rule.rule == "plain" and len(part.entries) == 1
         return is_weight and part.nbytes >= max(self.scope.settings.resident_below, 1)
@@ -433,6 +441,8 @@ class Managed:
         if self.released:
             return []
         self.released = True
+        for end in self.at_release:
+            end()
         cache = self.scope.cache
         held = [
             (weakref.ref(entry.hot.untyped_storage()), entry.nbytes)

@@ -101,6 +101,11 @@ class OffloadScope:
     def forget(self, managed: Managed) -> None:
         self._managed = [ref for ref in self._managed if ref() is not None and ref() is not managed]
 
+    @property
+    def in_use(self) -> bool:
+        """Whether any module is under offload here."""
+        return bool(self._alive())
+
     def available(self) -> int:
         """Bytes of device memory that a further module could get: what is free and not promised to residents."""
         return self.ledger.free("device") - self.cache.promised_bytes

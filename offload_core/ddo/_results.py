@@ -1,0 +1,172 @@
+"""What the functions that attach give back. Nothing here keeps weights alive beyond the module they belong to."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import weakref
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from ..streaming import Offload, StreamPlan, StreamReport
+from ._group import remove_group_offload
+from ._metrics import DynamicOffloadMetrics, DynamicOffloadState, metrics_of, state_of
+from ._settings import DynamicOffloadSettings
+
+if TYPE_CHECKING:
+    from ._profiles import ProfileRun
+
+log = logging.getLogger(__name__)
+
+
+class DynamicOffloadHook:
+    """DDO's handle of a module under offload. No forward is hooked; this only reaches the engine."""
+
+    def __init__(self, offload: Offload) -> None:
+        self._module, self._offload = weakref.ref(offload.module), weakref.ref(offload._managed)
+
+    @property
+    def state(self) -> DynamicOffloadState | None:
+        """None once the offload has ended."""
+        offload = self._now()
+        return state_of(offload) if offload is not None else None
+
+    def detach_hook(self, module: nn.Module) -> nn.Module:
+        """Gives `module` its own weights back."""
+        offload = self._now()
+        if offload is not None:
+            offload.release()
+        return module
+
+    deinitalize_hook = detach_hook
+
+    def _now(self) -> Offload | None:
+        module, managed = self._module(), self._offload()
+        return Offload(module, managed) if module is not None and managed is not None and not managed.released else None
+
+
+class DynamicOffloadApplyResult:
+    """A module that went its way. `route` says which; `hook`, `plan` and `report` are there for this engine's.
+
+    Deleting the result gives back the memory that weights take beside their masters, without a collection of garbage,
+    and leaves the module usable. `release` (or the end of a `with` block) gives the module back as it was.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        route: str,
+        settings: DynamicOffloadSettings,
+        offload: Offload | None = None,
+        *,
+        should_move_to_execution_device: bool = False,
+        event_payload: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.module, self.route, self.settings = module, route, settings
+        self.hook = DynamicOffloadHook(offload) if offload is not None else None
+        self.should_move_to_execution_device = should_move_to_execution_device
+        self.event_payload: dict[str, Any] = dict(event_payload or {})
+        self._offload = offload
+        self._end: weakref.finalize[Any, Any] | None = None
+        if offload is not None:
+            self._end = weakref.finalize(self, _cool, weakref.ref(offload._managed))
+            self._end.atexit = False
+
+    @property
+    def plan(self) -> StreamPlan | None:
+        """Where the weights lie, None on the routes that have no plan."""
+        return self._offload.plan if self._offload is not None else None
+
+    def report(self) -> StreamReport | None:
+        """What the component took and did so far, None on the routes that don't count."""
+        return self._offload.report() if self._offload is not None else None
+
+    def release(self) -> int:
+        """Gives the module its own weights back. Returns the bytes of copies that somebody outside still holds.
+
+        A module that was moved whole stays where it is.
+        """
+        if self._end is not None:
+            self._end.detach()
+        if self._offload is not None:
+            return self._offload.release()
+        remove_group_offload(self.module)
+        return 0
+
+    def __enter__(self) -> DynamicOffloadApplyResult:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.release()
+
+    def metrics_snapshot(
+        self, *, collect_completed: bool = False, execution_timing: Any = None
+    ) -> DynamicOffloadMetrics:
+        """What was planned and what came of it so far. Both parameters have no effect: nothing is left uncollected."""
+        _no_effect(collect_completed, "collect_completed", "every figure is complete at any time")
+        _no_effect(execution_timing, "execution_timing", "a phase report has the seconds of a run")
+        return metrics_of(self.route, self.settings, self._offload)
+
+    def profile_run(self) -> ProfileRun:
+        """A `with` block whose peak is kept as a capacity profile of this module on this device."""
+        from ._profiles import ProfileRun
+
+        return ProfileRun(self.module, self.settings, self._offload)
+
+    @contextlib.contextmanager
+    def cleanup_on_error(self) -> Iterator[DynamicOffloadApplyResult]:
+        """If the block raises, the offload ends first; the error goes on with a note that says so."""
+        try:
+            yield self
+        except BaseException as error:
+            self.release()
+            error.add_note("The offload of the module was ended because of this error.")
+            raise
+
+    def detach_auxiliary_cpu_sources(
+        self, *, enabled: bool = False, max_copy_bytes: int = 16 << 20
+    ) -> DynamicOffloadMetrics:
+        _no_effect(enabled, "detach_auxiliary_cpu_sources", "weights are read from their files, nothing is to detach")
+        return self.metrics_snapshot()
+
+    def allocation_diagnostics(self, *, enabled: bool = False) -> contextlib.AbstractContextManager[None]:
+        _no_effect(enabled, "allocation_diagnostics", "report().by_kind says who holds how much")
+        return contextlib.nullcontext()
+
+    def operator_diagnostics(
+        self,
+        *,
+        enabled: bool = False,
+        module_path: str | None = None,
+        invocations: tuple[int, ...] = (0, 2),
+        output_dir: Any = None,
+        use_cuda: bool = True,
+    ) -> contextlib.AbstractContextManager[None]:
+        _no_effect(enabled, "operator_diagnostics", "torch.profiler sees every operator as it is")
+        return contextlib.nullcontext()
+
+
+@dataclass(frozen=True)
+class DiffusersGroupOffloadResult:
+    """A module under diffusers' group offload."""
+
+    module: nn.Module
+    event_payload: dict[str, Any] = field(default_factory=dict)
+
+    def release(self) -> None:
+        """Takes diffusers' hooks off. The weights are then where group offload keeps them: on the offload device."""
+        remove_group_offload(self.module)
+
+
+def _cool(managed: weakref.ref[Any]) -> None:
+    alive = managed()
+    if alive is not None:
+        alive.cool()
+
+
+def _no_effect(asked: Any, name: str, why: str) -> None:
+    if asked:
+        log.info("%s was accepted and has no effect: %s.", name, why)
