@@ -21,7 +21,7 @@ class DynamicOffloadLoadResult:
     def __init__(self, module: nn.Module, applied: DynamicOffloadApplyResult | None) -> None:
         self.module, self.applied = module, applied
         self.hook: DynamicOffloadHook | None = applied.hook if applied is not None else None
-        self.should_move_to_execution_device = False if applied is None else applied.should_move_to_execution_device
+        self.should_move_to_execution_device = applied is None or applied.should_move_to_execution_device
 
     def metrics_snapshot(self) -> Any:
         """As `DynamicOffloadApplyResult.metrics_snapshot`; None of a module that isn't attached yet."""
