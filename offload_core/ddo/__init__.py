@@ -37,6 +37,7 @@ from ._names import (
     resolve_dynamic_offload_preset,
     variables_table,
 )
+from ._observe import DynamicOffloadExecutionTimer, DynamicOffloadMetricsJournal, inspect_host_memory, metrics_of_run
 from ._profiles import (
     DYNAMIC_OFFLOAD_PROFILE_SCHEMA_VERSION,
     DynamicOffloadProfileSession,
@@ -58,9 +59,11 @@ __all__ = [
     "DiffusersGroupOffloadResult",
     "DynamicOffloadApplyResult",
     "DynamicOffloadConfig",
+    "DynamicOffloadExecutionTimer",
     "DynamicOffloadHook",
     "DynamicOffloadLoadResult",
     "DynamicOffloadMetrics",
+    "DynamicOffloadMetricsJournal",
     "DynamicOffloadPlanEntry",
     "DynamicOffloadProfileSession",
     "DynamicOffloadSettings",
@@ -85,10 +88,12 @@ __all__ = [
     "get_dynamic_offload_profile_dir",
     "get_dynamic_offload_profile_recommendation",
     "get_dynamic_offload_state",
+    "inspect_host_memory",
     "is_wsl_environment",
     "load_dynamic_offload_profile",
     "load_dynamic_offload_settings_from_env",
     "maybe_purge_windows_standby_cache",
+    "metrics_of_run",
     "normalize_dynamic_offload_profile_context",
     "purge_windows_standby_cache",
     "purge_windows_standby_cache_event",

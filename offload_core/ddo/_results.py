@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from torch import nn
 from ..streaming import Offload, StreamPlan, StreamReport
 from ._group import remove_group_offload
 from ._metrics import DynamicOffloadMetrics, DynamicOffloadState, metrics_of, state_of
+from ._observe import DynamicOffloadExecutionTimer, DynamicOffloadMetricsJournal
 from ._settings import DynamicOffloadSettings
 
 if TYPE_CHECKING:
@@ -115,6 +117,24 @@ class DynamicOffloadApplyResult:
         from ._profiles import ProfileRun
 
         return ProfileRun(self.module, self.settings, self._offload)
+
+    def execution_timer(
+        self,
+        *,
+        enabled: bool = False,
+        native_units: bool = False,
+        native_capacity: int = 4096,
+        diagnostic_step_wait: bool = False,
+    ) -> DynamicOffloadExecutionTimer:
+        """A `with` block in which `mark_step()` ends a step. The last three have no effect: nothing native is timed."""
+        _no_effect(native_units or diagnostic_step_wait, "native_units and diagnostic_step_wait", "nothing is native")
+        return DynamicOffloadExecutionTimer(self, enabled=enabled)
+
+    def metrics_journal(
+        self, directory: str | os.PathLike[str], *, enabled: bool = False
+    ) -> DynamicOffloadMetricsJournal:
+        """A `with` block in which `record()` writes the metrics of now to a file of their own."""
+        return DynamicOffloadMetricsJournal(self, directory, enabled=enabled)
 
     @contextlib.contextmanager
     def cleanup_on_error(self) -> Iterator[DynamicOffloadApplyResult]:
