@@ -299,6 +299,43 @@ def test_whichever_operation_fails_nothing_stays_and_a_retry_gives_the_right_bit
     assert result["swept"] >= (1 if kind == "pin" else 12)
 
 
+def limits_and_cooling() -> dict[str, Any]:
+    """What is pinned and resident under limits, and what stays when the result of an offload is deleted."""
+    import torch
+
+    import offload_core as po
+
+    device, folder, inputs, expected = _setup()
+    common = {"execution_device": "vgpu", "device_memory": "1MiB", "resident_below": 2048, "activation_memory": 0}
+    rows: dict[str, Any] = {}
+    for name, limits in {"auto": {}, "none": {"pinned_memory": 0, "resident_memory": 0}}.items():
+        before = device.current()
+        model = _load(folder)
+        result = po.enable_offload(model, settings=po.OffloadSettings(**common, **limits))
+        equal = torch.equal(_run(model, inputs), expected)
+        plan, pinned = result.plan, device.pinned_bytes()
+        small = plan.small_bytes
+        ran = device.current() - before
+        del result
+        cool, cool_pinned = device.current() - before, device.pinned_bytes()
+        equal &= torch.equal(_run(model, inputs), expected)
+        po.remove_dynamic_offload(model)
+        left = [device.current() - before, device.pinned_bytes()]
+        rows[name] = {"equal": equal, "pinned": pinned, "resident": plan.resident_bytes, "small": small}
+        rows[name] |= {"ran": ran, "cool": cool, "cool_pinned": cool_pinned, "left": left, "races": device.races()[:1]}
+    return rows
+
+
+def test_limits_of_pinned_and_resident_memory_hold_and_a_deleted_result_gives_both_back() -> None:
+    rows = run_on_vgpu(limits_and_cooling)
+    for row in rows.values():
+        assert row["equal"] and row["races"] == [] and row["left"] == [0, 0]
+        assert row["small"] <= row["cool"] < row["ran"]
+    assert rows["auto"]["resident"] > 0 < rows["auto"]["pinned"]
+    assert rows["auto"]["cool_pinned"] < rows["auto"]["pinned"]
+    assert rows["none"]["resident"] == rows["none"]["pinned"] == 0
+
+
 def missing_wait(which: str) -> str:
     import torch
 

@@ -117,6 +117,10 @@ class AcceleratorCopies:
             self._pinned.give(entry.host)
             entry.host = None
 
+    def trim(self) -> None:
+        self._pinned.trim()
+        _empty_host_cache()
+
     def drain(self) -> None:
         self._stream.synchronize()
 
@@ -127,9 +131,7 @@ class AcceleratorCopies:
         self._cast_buffer = None
         if self._cast_reservation is not None:
             self._cast_reservation.release()
-        empty = getattr(torch.accelerator, "empty_host_cache", None)
-        if empty is not None:
-            empty()  # the allocator of pinned memory keeps what it gets back
+        _empty_host_cache()
 
     # --- the three ways of a weight --------------------------------------------------------------------------------
 
@@ -188,6 +190,13 @@ class AcceleratorCopies:
                 raw.copy_(piece, non_blocking=True)
                 start, count = (position + offset) // stored.itemsize, piece.numel() // stored.itemsize
                 hot[start : start + count].copy_(cast(raw.view(stored), entry.casts))
+
+
+def _empty_host_cache() -> None:
+    """The allocator of pinned memory keeps what it gets back."""
+    empty = getattr(torch.accelerator, "empty_host_cache", None)
+    if empty is not None:
+        empty()
 
 
 def _cast_on_host(entry: Entry, master: Master) -> bool:
@@ -260,6 +269,16 @@ class PinnedMemory:
     def give(self, memory: torch.Tensor) -> None:
         with self._lock:
             self._free.append(self._where.pop(memory.data_ptr()))
+
+    def trim(self) -> None:
+        """Gives back slabs of which nothing is taken. What was kept there will be wanted again."""
+        with self._lock:
+            for number, (slab, reservation) in enumerate(self._slabs):
+                if slab.numel() and sum(size for at, _, size in self._free if at == number) == slab.numel():
+                    self._free = [part for part in self._free if part[0] != number]
+                    self._slabs[number] = (torch.empty(0, dtype=torch.uint8), reservation)
+                    self._wanted += slab.numel()
+                    reservation.release()
 
     def close(self) -> None:
         with self._lock:

@@ -144,6 +144,7 @@ class WeightCache:
                     self._room.adopt(entry)
                     self._room.drop(entry)
                     self.engine.forget(entry)
+            self.engine.trim()
             self._empty_ring()
         finally:
             self._lock.release()

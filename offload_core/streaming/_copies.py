@@ -56,6 +56,9 @@ class CopyEngine(Protocol):
     def pinned_free(self) -> int:
         """Bytes of pinned memory in which weights could stay in RAM."""
 
+    def trim(self) -> None:
+        """Gives back pinned memory of which nothing is in use; it is taken again when it is needed."""
+
     def drain(self) -> None:
         """Waits until no copy is in flight."""
 
@@ -107,6 +110,9 @@ class CpuCopies:
     @property
     def pinned_free(self) -> int:
         return 0
+
+    def trim(self) -> None:
+        pass
 
     def drain(self) -> None:
         pass
