@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
 import gc
 import inspect
@@ -88,6 +89,17 @@ SIGNATURES: dict[str, dict[str, Any]] = {
     "get_dynamic_offload_profile_recommendation": {"profile": EMPTY},
     "get_dynamic_offload_profile_dir": {"profile_dir": None},
     "normalize_dynamic_offload_profile_context": {"context": EMPTY},
+    "resolve_dynamic_offload_backend": {"backend": "linear", "preset": "auto", "running_on_wsl": None},
+    "add_dynamic_offload_arguments": {"parser": EMPTY},
+    "add_dynamic_offload_lifecycle_arguments": {
+        "parser": EMPTY, "phases": ("before_run", "after_text_encoder", "before_transformer", "after_run"),
+    },
+    "build_dynamic_offload_event_payload": {"settings": EMPTY, "state": EMPTY, "config": None},
+    "detect_quantized_backend_modules": {"module": EMPTY},
+    "release_native_vmm_idle_cache": {"enabled": False, "phase": "", "device": None, "clear_cublas_workspaces": False},
+    "inspect_host_memory": {"module": None, "phase": "", "max_storage_samples": 16},
+    "clear_dynamic_offload_plan_cache": {},
+    "clear_dynamic_offload_pinned_tensor_cache": {},
 }  # fmt: skip
 
 
@@ -275,7 +287,7 @@ def test_attaching_again_replaces_what_was_there():
     module = model()
     first = po.enable_offload(module, settings=SETTINGS)
     second = po.enable_offload(module, settings=SETTINGS)
-    assert first._offload._managed.released and len(module._forward_pre_hooks) == 1
+    assert first._offload._managed.released and not second._offload._managed.released
     assert torch.equal(run(module), run(model()))
     second.release()
     assert not module._forward_pre_hooks and not any(is_streamed(p) for p in module.parameters())
@@ -451,10 +463,10 @@ def test_group_offload_is_diffusers_own_and_runs_on_the_cpu(caplog: pytest.LogCa
         assert torch.equal(run(module), twin)
 
 
-@pytest.mark.parametrize("component", ["text_encoder", "model"])
 @pytest.mark.parametrize("preset", ["auto", "diffusers_leaf_offload_compat", "diffusers_offload_compat"])
-def test_no_preset_raises_on_the_cpu(preset: str, component: str):
-    with po.enable_offload(model(), preset=preset, component=component, **PLAIN) as result:
+def test_no_preset_raises_on_the_cpu(preset: str):
+    """In the original, those that put the text encoder under group offload did."""
+    with po.enable_offload(model(), preset=preset, component="text_encoder", **PLAIN) as result:
         assert torch.equal(run(result.module), run(model()))
 
 
@@ -535,6 +547,28 @@ sys.exit(len({"diffusers", "transformers", "accelerate"} & set(sys.modules)))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == done.stderr == ""
+
+
+def test_arguments_of_runners_become_a_config(caplog: pytest.LogCaptureFixture):
+    caplog.set_level(logging.INFO, logger="offload_core")
+    parser = ddo.add_dynamic_offload_lifecycle_arguments(ddo.add_dynamic_offload_arguments(argparse.ArgumentParser()))
+    args = parser.parse_args(["--ddo-backend", "vmm", "--ddo-vmm-source-cache-gb", "2", "--no-purge-after-run"])
+    backend = ddo.resolve_dynamic_offload_backend(args.ddo_backend, args.ddo_preset)
+    assert (backend.effective_preset, backend.requires_native_bootstrap) == ("vmm_fast", False)
+    assert "there is no native allocator" in caplog.text
+    config = backend.build_config_from_args(args)
+    with po.enable_offload(model(), config=config, **PLAIN) as result:
+        offload = result.settings.offload
+        assert (offload.resident_memory, offload.pinned_memory) == (str(4 << 30), str(2 << 30))
+        payload = ddo.build_dynamic_offload_event_payload(result.settings, ddo.get_dynamic_offload_state(result.module))
+        assert payload["total_bytes"] > 0 and payload["pin_cpu_memory"]
+    assert (args.purge_after_run, args.purge_before_run) == (False, None)
+    linear = ddo.resolve_dynamic_offload_backend(running_on_wsl=False)
+    assert (linear.effective_preset, linear.execution_mode) == ("one_shot_fast", "linear_runtime")
+    with pytest.raises(InputError, match="no backend 'cuda'"):
+        ddo.resolve_dynamic_offload_backend("cuda")
+    assert ddo.release_native_vmm_idle_cache().setup["device_cache_release"]["status"] == "disabled"
+    assert ddo.detect_quantized_backend_modules(model()) == {}
 
 
 def test_cold_weights_after_a_release_in_a_pipeline_are_never_read_silently():

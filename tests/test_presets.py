@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import logging
 from dataclasses import fields
 from types import SimpleNamespace
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from offload_core.cli import main
+from offload_core.cli import main, memory_settings
 from offload_core.ddo import (
     DynamicOffloadConfig,
     DynamicOffloadSettings,
@@ -189,6 +190,13 @@ def test_presets_command_lists_presets_and_variables(
     assert "* DDO_PIN_CPU_WORKERS" in out
     assert "  DDO_PRESET" in variables_table({})
     assert set(get_dynamic_offload_presets()) == set(PRESETS)
+
+
+def test_budgets_that_are_given_win_over_the_preset():
+    args = argparse.Namespace(preset="shared_desktop", device_memory="auto", host_memory="3GiB")
+    assert memory_settings(args) == OffloadSettings(device_memory="leave 2GiB", host_memory="3GiB")
+    args.device_memory = "6GiB"
+    assert memory_settings(args).device_memory == "6GiB"
 
 
 def test_generate_refuses_a_preset_without_a_budget(capsys: pytest.CaptureFixture[str]):

@@ -51,6 +51,15 @@ from ._profiles import (
     record_dynamic_offload_profile,
 )
 from ._results import DiffusersGroupOffloadResult, DynamicOffloadApplyResult, DynamicOffloadHook
+from ._runner import (
+    DynamicOffloadBackend,
+    add_dynamic_offload_arguments,
+    add_dynamic_offload_lifecycle_arguments,
+    build_dynamic_offload_event_payload,
+    detect_quantized_backend_modules,
+    release_native_vmm_idle_cache,
+    resolve_dynamic_offload_backend,
+)
 from ._settings import DynamicOffloadConfig, DynamicOffloadSettings, load_dynamic_offload_settings_from_env
 
 __all__ = [
@@ -58,6 +67,7 @@ __all__ = [
     "DYNAMIC_OFFLOAD_PROFILE_SCHEMA_VERSION",
     "DiffusersGroupOffloadResult",
     "DynamicOffloadApplyResult",
+    "DynamicOffloadBackend",
     "DynamicOffloadConfig",
     "DynamicOffloadExecutionTimer",
     "DynamicOffloadHook",
@@ -68,10 +78,14 @@ __all__ = [
     "DynamicOffloadProfileSession",
     "DynamicOffloadSettings",
     "DynamicOffloadState",
+    "add_dynamic_offload_arguments",
+    "add_dynamic_offload_lifecycle_arguments",
     "apply_dynamic_offload",
+    "build_dynamic_offload_event_payload",
     "clear_dynamic_offload_pinned_tensor_cache",
     "clear_dynamic_offload_plan_cache",
     "config_only",
+    "detect_quantized_backend_modules",
     "dynamic_offload_env_value",
     "dynamic_offload_preset_env_value",
     "dynamic_offload_profile_key",
@@ -98,8 +112,10 @@ __all__ = [
     "purge_windows_standby_cache",
     "purge_windows_standby_cache_event",
     "record_dynamic_offload_profile",
+    "release_native_vmm_idle_cache",
     "release_pytorch_host_cache",
     "remove_dynamic_offload",
+    "resolve_dynamic_offload_backend",
     "resolve_dynamic_offload_preset",
     "variables_table",
 ]

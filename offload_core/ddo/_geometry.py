@@ -56,7 +56,9 @@ def _stand_in(source: ModelSource, name: str, device: torch.device, dtype: torch
 def give_geometry(module: nn.Module, device: torch.device) -> list[str]:
     """Gives stand-ins of missing VAEs to every pipeline that holds `module`. Returns what their guesses became, as
     text; nothing where they guessed right."""
-    found = []
+    found: list[str] = []
+    if not hasattr(module, "config"):  # every component of a pipeline has one
+        return found
     for pipeline in _pipelines_of(module):
         missing = [name for name in _parameters(pipeline) if "vae" in name and _is_missing(pipeline, name)]
         source = _source_of(pipeline, module) if missing else None
@@ -84,6 +86,8 @@ def watch_geometry(module: nn.Module) -> None:
     """
     offload = offload_of(module)
     assert offload is not None
+    if not hasattr(module, "config"):
+        return
     device = offload._managed.scope.device
 
     def check(module: nn.Module, _: Any) -> None:
@@ -138,12 +142,15 @@ def _source_of(pipeline: Any, module: nn.Module) -> ModelSource | None:
 
 
 def _rebuild(pipeline: Any, stand_ins: dict[str, nn.Module]) -> list[str]:
-    """Runs the pipeline's own constructor again, on the same object, now with the stand-ins."""
+    """Runs the pipeline's own constructor again, now with the stand-ins, and takes over what it made.
+
+    On a new object: constructors don't expect to find components that are registered already.
+    """
     before, name = _guesses(pipeline), getattr(pipeline.config, "_name_or_path", None)
     names = _parameters(pipeline)
     parts = {key: getattr(pipeline, key, None) for key in names if key in pipeline.components}
     options = {key: pipeline.config[key] for key in names if key not in parts and key in pipeline.config}
-    pipeline.__init__(**parts | options | stand_ins)
+    vars(pipeline).update(vars(type(pipeline)(**parts | options | stand_ins)))
     if name is not None:
         pipeline.register_to_config(_name_or_path=name)
     after = _guesses(pipeline)
