@@ -106,22 +106,22 @@ PRESETS: dict[str, Preset] = {
 AUTO = "auto"
 
 
-def resolve_preset(name: str, machine: Machine | None = None) -> Preset:
+def resolve_preset(name: str, *, on_wsl: bool | None = None) -> Preset:
     """The preset of a name. "auto" (and no name) is wsl_compat under WSL, else one_shot_fast.
 
-    Raises InputError for any other name.
+    on_wsl: None asks the machine. Raises InputError for any other name.
     """
     key = str(name).strip().lower() or AUTO
     if key == AUTO:
-        key = "wsl_compat" if (machine or Machine()).is_wsl() else "one_shot_fast"
+        key = "wsl_compat" if (Machine().is_wsl() if on_wsl is None else on_wsl) else "one_shot_fast"
     if key not in PRESETS:
         raise InputError(f"There is no preset {name!r}; use {AUTO}, {', '.join(PRESETS)}.")
     return PRESETS[key]
 
 
-def presets_table(machine: Machine | None = None) -> str:
+def presets_table() -> str:
     """All presets for a terminal: when to use each, and its numbers."""
-    lines = [f"{AUTO} is {resolve_preset(AUTO, machine).name} on this machine."]
+    lines = [f"{AUTO} is {resolve_preset(AUTO).name} on this machine."]
     for preset in PRESETS.values():
         lines += ["", preset.name, f"  {preset.when}", f"  {preset.summary()}"]
     return "\n".join(lines)

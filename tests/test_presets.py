@@ -24,6 +24,8 @@ from offload_core.ddo import (
 from offload_core.ddo._options import OPTIONS
 from offload_core.ddo._settings import make_settings
 from offload_core.errors import InputError
+from offload_core.foresight import _limits_of
+from offload_core.known import known_machines
 from offload_core.limits import Machine
 from offload_core.presets import PRESETS, resolve_preset
 from offload_core.settings import OffloadSettings
@@ -66,6 +68,12 @@ def test_weights_that_stay_obey_their_limit():
     assert plan_of(OffloadSettings(resident_memory=0))[2] == 0
     assert plan_of(OffloadSettings(resident_memory="100GiB")) == plan_of(OffloadSettings())
     assert make_plan(WEIGHTS, available=100 * GIB, resident_limit=GIB).resident_bytes == GIB  # though all would fit
+
+
+def test_a_plan_for_a_known_card_obeys_the_limit_too():
+    card = next(iter(known_machines().values()))
+    assert _limits_of(card, OffloadSettings(resident_memory="3GiB")).resident_limit == 3 * GIB
+    assert _limits_of(card, OffloadSettings()).resident_limit is None
 
 
 def test_auto_is_another_preset_under_wsl():
@@ -131,6 +139,8 @@ def test_nothing_is_pinned_under_wsl_unless_it_is_allowed():
     assert load_dynamic_offload_settings_from_env(environ={}, **under_wsl).effective_pin_cpu_memory is False
     allowed = load_dynamic_offload_settings_from_env(environ={"DDO_DISABLE_PIN_ON_WSL": "0"}, **under_wsl)
     assert allowed.effective_pin_cpu_memory and allowed.requested_pin_cpu_memory
+    asked = settings({"DDO_PIN_CPU_MEMORY": "0"}, default_preset="one_shot_fast")
+    assert not asked.requested_pin_cpu_memory and not asked.effective_pin_cpu_memory
 
 
 @pytest.mark.parametrize("prefix", ["DDO_", "DDO_RUNNER_"])

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ..limits import Machine
-from ..presets import AUTO, ENGINE, WHOLE, resolve_preset
+from ..presets import AUTO, ENGINE, PRESETS, WHOLE, resolve_preset
 from ..settings import OffloadSettings, check_settings
 from ._options import BY_FIELD, changes_of, fields_in, flag
 from ._routes import Route, route_in, route_of_preset, with_group, with_route, with_switches
@@ -103,7 +103,9 @@ class DynamicOffloadSettings:
     @property
     def requested_pin_cpu_memory(self) -> bool:
         asked = self.config.pin_cpu_memory
-        return resolve_preset(self.effective_preset).settings().pinned_memory != 0 if asked is None else bool(asked)
+        if asked is None:
+            return PRESETS[self.effective_preset].settings().pinned_memory != 0
+        return flag(asked, "pin_cpu_memory")
 
     @property
     def effective_pin_cpu_memory(self) -> bool:
@@ -201,10 +203,9 @@ def make_settings(
     component_policies: Mapping[str, Mapping[str, Any]],
 ) -> DynamicOffloadSettings:
     """The view of a preset with variables over it and `said`, options as a caller gave them, over both."""
-    machine = Machine()
-    wsl = machine.is_wsl() if running_on_wsl is None else running_on_wsl
-    requested = preset or AUTO
-    chosen = resolve_preset("wsl_compat" if wsl and requested.strip().lower() == AUTO else requested, machine)
+    wsl = Machine().is_wsl() if running_on_wsl is None else running_on_wsl
+    requested = preset.strip() or AUTO
+    chosen = resolve_preset(requested, on_wsl=wsl)
     given = fields_in(variables) | dict(said)
     no_pin_on_wsl = flag(variables.get("DDO_DISABLE_PIN_ON_WSL", "1"), "DDO_DISABLE_PIN_ON_WSL")
     device = "auto" if execution_device is DEFAULT_DEVICE else execution_device
