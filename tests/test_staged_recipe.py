@@ -263,6 +263,27 @@ def test_a_pipeline_that_is_given_the_config_alone_needs_no_guess():
         config_only(tiny_model("wan22_5b"), "audio_vae")
 
 
+def test_the_folder_is_found_in_the_hubs_cache_and_where_it_is_not_a_warning_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    import huggingface_hub
+
+    pipe = build("wan22_5b")
+    for part in (pipe, pipe.transformer):
+        part.register_to_config(_name_or_path="somebody/some-model")
+    with enable_offload(pipe.transformer, preset="plain", execution_device="cpu", environ={}):
+        assert pipe.vae is None
+    assert "WanPipeline was built without vae" in caplog.text
+
+    def cached(name: str, local_files_only: bool) -> str:
+        assert (name, local_files_only) == ("somebody/some-model", True)
+        return str(tiny_model("wan22_5b"))
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", cached)
+    with enable_offload(pipe.transformer, preset="plain", execution_device="cpu", environ={}):
+        assert pipe.vae_scale_factor_spatial == 16 and pipe.config._name_or_path == "somebody/some-model"
+
+
 def test_load_only_attaches_nothing_and_load_and_attach_attaches():
     """The config of the original stood for its defaults; here what it doesn't say keeps the engine's."""
     plain = load("wan22_5b")

@@ -7,10 +7,12 @@ pipeline gets a stand-in that has the config and no weights.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import inspect
 import logging
 import os
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -75,7 +77,10 @@ def give_geometry(module: nn.Module, device: torch.device) -> list[str]:
             )
             continue
         dtype = next((weight.dtype for weight in module.parameters() if weight.is_floating_point()), None)
-        found += _rebuild(pipeline, {name: _stand_in(source, name, device, dtype) for name in known})
+        try:
+            found += _rebuild(pipeline, {name: _stand_in(source, name, device, dtype) for name in known})
+        except Exception as error:  # of a constructor that isn't ours; offload itself doesn't depend on it
+            log.warning("%s keeps its guess of the size of latents: %s", type(pipeline).__name__, str(error))
     return found
 
 
@@ -129,16 +134,26 @@ def _is_missing(pipeline: Any, name: str) -> bool:
 
 
 def _source_of(pipeline: Any, module: nn.Module) -> ModelSource | None:
-    """The model folder that a pipeline, or else the module in it, was loaded from."""
+    """The model folder that a pipeline, or else the module in it, was loaded from. Nothing is downloaded."""
     for config in (getattr(pipeline, "config", None), getattr(module, "config", None)):
-        name = getattr(config, "_name_or_path", None) or ""
-        for folder in (Path(name), Path(name).parent) if name else ():
+        name = str(getattr(config, "_name_or_path", None) or "")
+        for folder in _folders(name) if name else ():
             if (folder / "model_index.json").is_file():
                 try:
                     return resolve_model(folder)
                 except OffloadError as error:
                     log.debug("%s can't be asked for its VAE: %s", folder, str(error))
     return None
+
+
+def _folders(name: str) -> Iterator[Path]:
+    """Where a model of that name or path may be: there, above (a component's folder), or in the hub's cache."""
+    yield from (Path(name), Path(name).parent)
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        import huggingface_hub
+
+        with contextlib.suppress(OSError, ValueError):  # as the hub says that it isn't there
+            yield Path(huggingface_hub.snapshot_download(name, local_files_only=True))
 
 
 def _rebuild(pipeline: Any, stand_ins: dict[str, nn.Module]) -> list[str]:
