@@ -87,6 +87,28 @@ def settings(environ: dict[str, str] | None = None, **more: Any) -> DynamicOfflo
     return load_dynamic_offload_settings_from_env(environ=environ or {}, running_on_wsl=False, **more)
 
 
+def test_a_variable_of_ours_that_does_nothing_is_logged_and_an_unknown_one_is_warned_of(
+    caplog: pytest.LogCaptureFixture,
+):
+    caplog.set_level(logging.INFO, logger="offload_core")
+    settings({"DDO_VMM_LIBRARY_PATH": "x", "DDO_TRANSFORMER_ROUTE": "ddo", "DDO_PIN_WORKERS": "3"})
+    assert [(record.levelname, record.getMessage().split()[0]) for record in caplog.records] == [
+        ("INFO", "DDO_VMM_LIBRARY_PATH"),
+        ("WARNING", "DDO_PIN_WORKERS"),
+    ]
+
+
+def test_modes_are_the_one_engine_except_plan():
+    assert settings({"DDO_EXECUTION_MODE": "plan"}).route_of("transformer").name == "none"
+    assert settings({"DDO_EXECUTION_MODE": "vmm_runtime"}).route_of("transformer").name == "dynamic_offload"
+
+
+def test_a_budget_for_pinned_memory_does_not_pin_what_is_not_to_be_pinned():
+    environ = {"DDO_PIN_CPU_MEMORY": "0", "DDO_PIN_WEIGHT_BUDGET_GB": "5"}
+    assert settings(environ).offload.pinned_memory == 0
+    assert settings(environ | {"DDO_PIN_CPU_MEMORY": "1"}).offload.pinned_memory == str(5 * GIB)
+
+
 VALUES = {"load_safetensors_backend": "mmap", "pin_cpu_memory": "0", "pin_cpu_workers": "7"}
 
 
@@ -99,6 +121,8 @@ def test_a_variable_changes_the_settings_or_says_why_not(option: Any, caplog: py
     if option.change is None:
         assert found.offload == settings(default_preset="plain").offload
         assert f"{option.field} was accepted and has no effect" in caplog.text
+    elif option.field == "execution_mode":
+        assert "every mode but plan" in caplog.text
     else:
         assert found.offload != settings(default_preset="plain").offload
 

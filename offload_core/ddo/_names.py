@@ -7,11 +7,9 @@ from collections.abc import Mapping
 
 from ..limits import Machine
 from ..presets import PRESETS, presets_table
-from ._options import OPTIONS, RENAMED
+from ._options import IDLE_VARIABLES, OPTIONS, RENAMED
 from ._routes import ROUTE_VARIABLES
 from ._settings import STANDBY_PHASES, load_dynamic_offload_settings_from_env
-
-_OF_A_RUNNER = "only DDO's example runners read it"
 
 
 def is_wsl_environment() -> bool:
@@ -83,15 +81,7 @@ def variables_table(environ: Mapping[str, str]) -> str:
         ("DDO_PROFILE_DIR", "the folder of learnt profiles"),
         *((old, f"older name of {new}") for old, new in RENAMED.items()),
     ]
-    idle += [
-        ("DDO_PLAN", "`phase-offload plan` makes a plan before anything is loaded"),
-        *((f"DDO_RUNNER_{name}", _OF_A_RUNNER) for name in ("PRE_VAE_CLEANUP_REPEATS", "GENERATION_REPEATS")),
-        *((f"DDO_RUNNER_{name}", _OF_A_RUNNER) for name in ("ATTENTION_BACKEND", "TRANSFORMER_MEMORY_MANAGER")),
-        *(
-            (f"DDO_VMM_{name}", "there is no native allocator here")
-            for name in ("LIBRARY_PATH", "FAST_CHILD", "TORCH_CACHE_MIB")
-        ),
-    ]
+    idle += IDLE_VARIABLES.items()
     width = max(len(name) for name, _ in (*acting, *idle))
 
     def line(name: str, says: str) -> str:

@@ -72,6 +72,13 @@ def _backend(value: str) -> Changes:
     return {"direct_io": "off"} if value == "mmap" else {}
 
 
+def _mode(value: str) -> Changes:
+    """No setting: the route follows from it."""
+    if value not in ("plan", "linear_runtime"):
+        log.info("execution_mode=%s was accepted and is the one engine, as every mode but plan.", value)
+    return {}
+
+
 _NO_PIECES = "weights are told apart by how they are used, not by the class or the name of their module"
 _NO_VMM = "there is no native allocator here; the ring and the file reader do its work"
 _PLANNED = "the plan is made from sizes, order of use and budget"
@@ -140,6 +147,9 @@ OPTIONS: tuple[Option, ...] = (
         "direct_io: off for mmap, so that reads stay in the page cache",
         _backend,
     ),
+    Option(
+        "execution_mode", "DDO_EXECUTION_MODE", "the route: none for plan; every other mode is the one engine", _mode
+    ),
     _unused("execution_device", "", "an argument of its own"),
     _unused("offload_device", "", "an argument of its own"),
     _unused("target_module_classes", "", _NO_PIECES),
@@ -149,9 +159,6 @@ OPTIONS: tuple[Option, ...] = (
     _unused("resident_module_selection", "DDO_RESIDENT_MODULE_SELECTION", "resident weights are always spread"),
     _unused("pin_weight_selection", "DDO_PIN_WEIGHT_SELECTION", "pinned weights are always spread"),
     _unused("pin_weight_budget_ratio", "DDO_PIN_WEIGHT_BUDGET_RATIO", "pinned memory is given in bytes"),
-    _unused(
-        "execution_mode", "DDO_EXECUTION_MODE", "every mode is the one engine, except plan, which offloads nothing"
-    ),
     _unused("linear_runtime_strategy", "DDO_LINEAR_RUNTIME_STRATEGY", "no forward is replaced"),
     _unused("linear_convolution_offload", "", "convolutions are always streamed, too"),
     _unused("allow_pin_memory_fallback", "DDO_ALLOW_PIN_MEMORY_FALLBACK", "where pinning fails, RAM is always used"),
@@ -189,7 +196,21 @@ BY_FIELD = types.MappingProxyType({option.field: option for option in OPTIONS})
 RENAMED = types.MappingProxyType({"DDO_SAFETENSORS_BACKEND": "DDO_LOAD_SAFETENSORS_BACKEND"})
 
 _SWITCHES = {"pin_cpu_memory"}
-_WORDS = {"load_safetensors_backend"}
+_WORDS = {"load_safetensors_backend", "execution_mode"}
+
+# Variables that stand for no option and have no effect here.
+IDLE_VARIABLES = types.MappingProxyType(
+    {
+        "DDO_PLAN": "`phase-offload plan` makes a plan before anything is loaded",
+        "DDO_RUNNER_PRE_VAE_CLEANUP_REPEATS": "only DDO's example runners read it",
+        "DDO_RUNNER_GENERATION_REPEATS": "only DDO's example runners read it",
+        "DDO_RUNNER_ATTENTION_BACKEND": "only DDO's example runners read it",
+        "DDO_RUNNER_TRANSFORMER_MEMORY_MANAGER": "only DDO's example runners read it",
+        "DDO_VMM_LIBRARY_PATH": "there is no native allocator here",
+        "DDO_VMM_FAST_CHILD": "there is no native allocator here",
+        "DDO_VMM_TORCH_CACHE_MIB": "there is no native allocator here",
+    }
+)
 
 
 def changes_of(given: Mapping[str, Any]) -> Changes:
@@ -208,6 +229,8 @@ def changes_of(given: Mapping[str, Any]) -> Changes:
             log.info("%s was accepted and has no effect: %s.", option.field, option.says)
         else:
             changes |= option.change(_value(option, given[option.field], option.field))
+    if "pin_cpu_memory" in given and not flag(given["pin_cpu_memory"], "pin_cpu_memory"):
+        changes["pinned_memory"] = 0  # whatever a budget for it says
     return changes
 
 

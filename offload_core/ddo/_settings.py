@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import types
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -18,8 +19,8 @@ import torch
 from ..limits import Machine
 from ..presets import AUTO, ENGINE, PRESETS, WHOLE, resolve_preset
 from ..settings import OffloadSettings, check_settings
-from ._options import BY_FIELD, changes_of, fields_in, flag
-from ._routes import Route, route_in, route_of_preset, with_group, with_route, with_switches
+from ._options import BY_FIELD, IDLE_VARIABLES, OPTIONS, RENAMED, changes_of, fields_in, flag
+from ._routes import ROUTE_VARIABLES, Route, route_in, route_of_preset, with_group, with_route, with_switches
 
 log = logging.getLogger(__name__)
 
@@ -206,6 +207,7 @@ def make_settings(
     wsl = Machine().is_wsl() if running_on_wsl is None else running_on_wsl
     requested = preset.strip() or AUTO
     chosen = resolve_preset(requested, on_wsl=wsl)
+    _log_idle(variables)
     given = fields_in(variables) | dict(said)
     no_pin_on_wsl = flag(variables.get("DDO_DISABLE_PIN_ON_WSL", "1"), "DDO_DISABLE_PIN_ON_WSL")
     device = "auto" if execution_device is DEFAULT_DEVICE else execution_device
@@ -231,6 +233,26 @@ def make_settings(
         running_on_wsl=wsl,
         disable_pin_on_wsl=no_pin_on_wsl,
     )
+
+
+_OF_COMPONENTS = re.compile(rf"DDO_(RUNNER_)?[A-Z0-9_]+_({'|'.join(ROUTE_VARIABLES)})")
+_OTHERS = {
+    "DDO_PRESET",
+    "DDO_DISABLE_PIN_ON_WSL",
+    "DDO_PROFILE_DIR",
+    *RENAMED,
+    *(option.variable for option in OPTIONS),
+    *(f"DDO_PURGE_WINDOWS_STANDBY_{phase.upper()}" for phase in STANDBY_PHASES),
+}
+
+
+def _log_idle(variables: Mapping[str, str]) -> None:
+    """Says which of the variables that are set do nothing."""
+    for name in variables:
+        if name in IDLE_VARIABLES:
+            log.info("%s was accepted and has no effect: %s.", name, IDLE_VARIABLES[name])
+        elif name not in _OTHERS and not _OF_COMPONENTS.fullmatch(name):
+            log.warning("%s isn't a variable that is known here; `phase-offload presets` lists them.", name)
 
 
 def _standby_phases(preset: tuple[str, ...], variables: Mapping[str, str]) -> frozenset[str]:
