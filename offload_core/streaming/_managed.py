@@ -404,7 +404,7 @@ class Managed:
     def cool(self) -> None:
         """Gives back every hot copy that can be made again, and their ring. The module stays under offload."""
         if not self.released:
-            self.scope.cache.cool(entry for part in self._parts if not part.plain for entry in part.entries)
+            self.scope.cache.cool(entry for part in self.parts if not part.plain for entry in part.entries)
 
     def _could_stream(self, part: Part) -> bool:
         is_weight = part.item.kind == "parameter" and part.rule.rule == "plain" and len(part.entries) == 1
