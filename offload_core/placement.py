@@ -59,7 +59,8 @@ class Placement:
         kept = sum(size.nbytes for size in self.sizes) - sum(size.nbytes for size in rest)
         largest = largest_group(rest, self.align)
         needed = max(largest, self.least_ring)
-        ring = min(self.room - kept, max(int(_DEPTHS[-1] * largest), needed))
+        useful = min(self.room - kept, max(int(_DEPTHS[-1] * largest), needed))
+        ring = useful // self.align * self.align  # as it is made
         return ring if ring >= needed else None
 
     def _guesses(self) -> Iterator[frozenset[str]]:

@@ -195,3 +195,13 @@ def test_the_engine_follows_a_plan_that_is_not_its_own() -> None:
         managed = scope.attach(BY_NAME["linear"].build(), name="module", planned=planned)
         assert managed.plan == expected
         scope.close()
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_ring_is_planned_in_aligned_places_as_it_is_made(seed: int) -> None:
+    """Else the engine's is a few bytes larger, and a plan that fills its budget doesn't work."""
+    pick = random.Random(seed)
+    job = phase(component(*(pick.randrange(1, 3000) for _ in range(12)), times=3), activations=0)
+    least = smallest_budget(job, on_cpu(1))
+    weights = plan_job([[job]], on_cpu(least + pick.randrange(5000)), RATES).phases[0].components[0].weights
+    assert weights.whole or weights.ring_bytes % ROOM.align == 0

@@ -41,7 +41,7 @@ class Ring:
     def add(self, nbytes: int, *, spare: int = 0) -> None:
         """Another arena of `nbytes`, if it leaves `spare` bytes of the budget. Raises BudgetError, OutOfMemoryError."""
         align = self._engine.align
-        nbytes = -(-nbytes // align) * align
+        nbytes = max(nbytes // align, 1) * align  # what an operator needs is aligned already; a plan's room may not be
         if spare:
             self._ledger.reserve("device", "ring", nbytes + align + spare).release()
         reservation = self._ledger.reserve("device", "ring", nbytes + align)
