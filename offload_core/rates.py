@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 _LARGEST_PRODUCT, _ELEMENTS, _FILE_BYTES = 8192, 16 << 20, 128 << 20
 # What of a card's published peak its kernels reach on large transformers; and of a slot's and a disk's.
 COMPUTE_SHARE, LINK_SHARE, DISK_SHARE, MEMORY_SHARE = 0.6, 0.8, 0.6, 0.75
+BUSY_SHARE = 0.25  # of the CPUs, that others may take while the machine is measured
+_UNTIL = "until"  # in the file: when rates that were measured beside busy programs are measured again
 _DISK_BYTES_PER_S, _CACHED_BYTES_PER_S = 3.5e9, 8e9
 
 
@@ -50,19 +52,33 @@ def rates_of(machine: KnownMachine, disk_bytes_per_s: float = _DISK_BYTES_PER_S)
 
 
 def measured_rates(device: torch.device, *, file: Path | None = None) -> Rates:
-    """Rates of this machine with `device`: those kept in `file`, else measured now and kept."""
+    """Rates of this machine with `device`: those kept in `file`, else measured now and kept. Those that were measured
+    beside busy programs are kept for an hour."""
     file = file or cache_folder() / "rates.json"
     key = machine_key(device)
     kept = read_json(file)
-    if key in kept:
+    if isinstance(kept.get(key), dict) and kept[key].get(_UNTIL, float("inf")) > time.time():
         try:
-            return Rates(**kept[key])
+            return Rates(**{name: value for name, value in kept[key].items() if name != _UNTIL})
         except TypeError:
             log.warning("%s has no usable rates for this machine; they are measured again.", file)
+    began, busy = time.perf_counter(), others_busy_s()
     rates = measure(device, file.parent)
+    others = (others_busy_s() - busy) / (time.perf_counter() - began)
     kept[key] = asdict(rates)
+    if others > BUSY_SHARE * (os.cpu_count() or 1):
+        log.info("Other programs kept %.1f CPUs busy while this machine was measured.", others)
+        kept[key][_UNTIL] = time.time() + 3600
     write_json(file, kept, indent=2)
     return rates
+
+
+def others_busy_s() -> float:
+    """CPU seconds that other processes have taken since the system started."""
+    import psutil
+
+    times = psutil.cpu_times()
+    return sum(times) - times.idle - getattr(times, "iowait", 0.0) - time.process_time()
 
 
 def measure(device: torch.device, folder: Path | None = None) -> Rates:

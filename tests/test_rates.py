@@ -15,6 +15,11 @@ from offload_core.known import known_machine
 CPU = torch.device("cpu")
 
 
+@pytest.fixture(autouse=True)
+def idle_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rates, "others_busy_s", lambda: 0.0)
+
+
 def test_a_measurement_gives_figures_of_the_right_size(tmp_path: Path) -> None:
     found = rates.measure(CPU, tmp_path)
     assert set(found.flops) == {"float32", "bfloat16", "float16"}
@@ -61,3 +66,21 @@ def test_a_folder_that_cannot_be_written_is_no_reason_to_fail(tmp_path: Path, mo
     blocked = tmp_path / "file"
     blocked.write_text("")
     assert rates.measured_rates(CPU, file=blocked / "rates.json") == made
+
+
+def test_rates_that_were_measured_beside_busy_programs_are_kept_for_an_hour(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, measured = rates.rates_of(known_machine("rtx4060-8gb")), []
+    monkeypatch.setattr(rates, "measure", lambda *_: measured.append(1) or made)
+    busy = iter([0.0, 1e6, 0.0, 0.0])
+    monkeypatch.setattr(rates, "others_busy_s", lambda: next(busy))
+    file = tmp_path / "rates.json"
+    for _ in range(2):
+        assert rates.measured_rates(CPU, file=file) == made
+    assert len(measured) == 1
+    monkeypatch.setattr(rates.time, "time", lambda: 1e12)
+    for _ in range(2):
+        assert rates.measured_rates(CPU, file=file) == made
+    assert len(measured) == 2
+    assert json.loads(file.read_text("utf-8"))[rates.machine_key(CPU)] == asdict(made)
