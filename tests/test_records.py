@@ -211,8 +211,8 @@ def test_a_vae_whose_file_is_wider_than_the_denoisers_decodes_in_its_own_dtype(t
 @pytest.mark.parametrize(
     ("fails", "tiles", "notes"),
     [
-        (1, [None, None], 1),
-        (2, [None, None, 512], 2),
+        pytest.param(1, [None, None], 1, marks=pytest.mark.slow),
+        pytest.param(2, [None, None, 512], 2, marks=pytest.mark.slow),
         (4, [None, None, 512, 256, 128], 4),
         (5, [None, None, 512, 256, 128], None),
     ],

@@ -366,7 +366,9 @@ def test_blocks_that_are_alike_are_traced_once_where_that_is_the_same(
     assert all("forward" not in vars(block) for block in module.blocks)
 
 
-@pytest.mark.parametrize("name", FAMILIES_IN_TURN)
+@pytest.mark.parametrize(
+    "name", ["wan22_a14b", *(pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES if name != "wan22_a14b")]
+)
 def test_telling_blocks_again_gives_the_trace_of_every_family(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     told = foretold(name)
     monkeypatch.setattr(_foresee, "repeated_blocks", lambda *_: contextlib.nullcontext())
