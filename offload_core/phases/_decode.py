@@ -148,8 +148,14 @@ def decode_arguments(latents: Latents, vae: Any, device: torch.device) -> Any:
     all files are of one dtype, and FLUX.2's aren't."""
     args, kwargs = from_plain(latents.decode, device)
     if args and isinstance(args[0], torch.Tensor) and args[0].is_floating_point():
-        args[0] = args[0].to(next(vae.parameters()).dtype)
+        args[0] = args[0].to(_decoder_dtype(vae))
     return args, kwargs
+
+
+def _decoder_dtype(vae: Any) -> torch.dtype:
+    """Of the half that decodes: the other one stays on disk, in its file's dtype."""
+    halves = tuple(f"{half}." for half in ENCODER_HALF)
+    return next(weight.dtype for name, weight in vae.named_parameters() if not name.startswith(halves))
 
 
 def _try(phase: Phase, vae: Any, latents: Latents) -> tuple[torch.Tensor | None, str]:
