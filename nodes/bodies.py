@@ -121,11 +121,10 @@ def plan_preview(
         prompt or None,
         settings=replace(model.settings, execution_device=model.device),
         dtype=model.dtype,
+        loras=model.loras,
         session=call.session,
         **options,
     )
-    if model.loras:
-        notes.append("The plan leaves the LoRAs out.")
     table = "\n".join((plan_table(found), *notes))
     call.observer.status("\n".join((plan_line(found.plan), *found.plan.hints, *notes)))
     chart = _picture_as_image(plan_picture(found))

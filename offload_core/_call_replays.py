@@ -35,7 +35,7 @@ def replay_calls(
     ring: bytes of the phase's ring, which components share. record: keep the events.
     """
     large = [size for part in component.parts for size in part.sizes if not part.stays and not size.lookup_only]
-    small = weights.small_bytes > 0
+    small = weights.small_bytes > component.added_bytes
     sizes = {
         size.name: int(size.nbytes * component.stored)
         for size in large

@@ -16,14 +16,14 @@ from .trace import Stretch, Trace, TracedWeight
 WIDTHS_A_TOKEN = 16
 
 
-def estimated_trace(name: str, module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], reason: str) -> Trace:
+def estimated_trace(module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], reason: str) -> Trace:
     """What a call of a transformer may do: each of its weights once in the order of its modules, a product of each with
     every token, and activations of a stated number of widths a token.
 
     args, kwargs: of the call; its largest tensor has the tokens (all dimensions but the last). reason: why it can't be
     traced. The trace's `assumed` says that it is an estimate.
     """
-    weights = {weight._entry: path for path, weight in module.named_parameters() if isinstance(weight, StreamedWeight)}
+    weights = dict.fromkeys(each._entry for each in module.parameters() if isinstance(each, StreamedWeight))
     tokens = max((_tokens(value) for value in (*args, *kwargs.values())), default=1)
     width = max((min(weight.shape) for weight in module.parameters() if weight.ndim == 2), default=1)
     itemsize = max((entry.layout.dtype.itemsize for entry in weights), default=4)
@@ -32,7 +32,7 @@ def estimated_trace(name: str, module: nn.Module, args: Sequence[Any], kwargs: d
         Stretch((place,), 2 * tokens * _elements(entry), entry.nbytes + 2 * tokens * width * itemsize, 4, peak)
         for place, entry in enumerate(weights)
     )
-    named = tuple(TracedWeight(f"{name}.{path}", entry.nbytes) for entry, path in weights.items())
+    named = tuple(TracedWeight(entry.name, entry.nbytes) for entry in weights)
     assumed = f"its figures are a rough estimate, because it can't be traced ({reason})"
     return Trace(named, stretches, _largest(args, kwargs), assumed)
 

@@ -66,17 +66,18 @@ def foresee_job(
     *,
     settings: OffloadSettings | None = None,
     dtype: str = "auto",
+    loras: Sequence[Any] = (),
     hardware: str | None = None,
     rates: Rates | None = None,
     session: Session | None = None,
     **pipeline_kwargs: Any,
 ) -> Foresight:
-    """What `encode`, `denoise` and `decode` with these arguments will take. Nothing is loaded.
+    """What `encode`, `denoise` and `decode` with these arguments will take. No weight of the model is loaded.
 
-    model: a folder as `load` takes it, or the name of a known model. settings: its budgets are planned for. hardware: a
-    known machine that is asked about in place of this one; budgets are then of its memory. rates: in place of those of
-    the machine. session: whose observer may interrupt. pipeline_kwargs: of the pipeline's call, e.g. height, width,
-    num_inference_steps.
+    model: a folder as `load` takes it, or the name of a known model. loras: as `load` takes them, too. settings: its
+    budgets are planned for. hardware: a known machine that is asked about in place of this one; budgets are then of its
+    memory. rates: in place of those of the machine. session: whose observer may interrupt. pipeline_kwargs: of the
+    pipeline's call, e.g. height, width, num_inference_steps.
 
     Raises ModelError and InputError as `load`, `encode` and `denoise` do, InputError for a machine that isn't known,
     TraceError for a model whose code can't be traced.
@@ -87,7 +88,7 @@ def foresee_job(
     limits = _limits_of(machine, settings) if machine else limits_here(settings, device)
     rates = rates or (rates_of(machine) if machine else measured_rates(device))
     learnt = None if machine else Learnt(device, rates)
-    with _opened(model, dtype, settings) as (handle, source, defaults, title):
+    with _opened(model, dtype, settings, loras) as (handle, source, defaults, title):
         from .phases import foresee
 
         call = {**defaults, **pipeline_kwargs}
@@ -205,19 +206,19 @@ def _noted(
 
 @contextlib.contextmanager
 def _opened(
-    model: str | os.PathLike[str], dtype: str, settings: OffloadSettings
+    model: str | os.PathLike[str], dtype: str, settings: OffloadSettings, loras: Sequence[Any]
 ) -> Iterator[tuple[Handle, ModelSource | None, dict[str, Any], str]]:
     """A handle for tracing on the CPU. A folder goes before a known model of the same name."""
-    from .phases import Handle, load
+    from .phases import Handle, as_loras, load
 
     known = known_model(str(model)) if not os.path.isdir(model) else None
     if known is None:
-        handle = load(model, device="cpu", dtype=dtype, settings=settings)
+        handle = load(model, device="cpu", dtype=dtype, settings=settings, loras=loras)
         yield handle, None, {}, _name_of(handle.model)
         return
     with described_source(known) as source:
         yield (
-            Handle(str(source.root), source.fingerprint, known.pipeline, "cpu", dtype, settings),
+            Handle(str(source.root), source.fingerprint, known.pipeline, "cpu", dtype, settings, as_loras(loras)),
             source,
             *_defaults(known),
         )

@@ -64,7 +64,8 @@ class Rates:
 @dataclass(frozen=True)
 class ComponentJob:
     """What a phase does with one component. calls: (trace, how often). stored: bytes in the file per byte that runs.
-    alone: whether other components of its class make room for it and it for them (Wan's experts)."""
+    alone: whether other components of its class make room for it and it for them (Wan's experts). added_bytes: of the
+    LoRAs that it gets, which aren't in `parts` and stay on the device."""
 
     name: str
     dtype: str
@@ -72,10 +73,11 @@ class ComponentJob:
     calls: tuple[tuple[Trace, int], ...] = field(repr=False)
     stored: float = 1.0
     alone: bool = False
+    added_bytes: int = 0
 
     @property
     def weight_bytes(self) -> int:
-        return sum(part.nbytes for part in self.parts)
+        return sum(part.nbytes for part in self.parts) + self.added_bytes
 
     @property
     def times(self) -> int:
@@ -110,7 +112,8 @@ class PhaseJob:
 class ComponentPlan:
     """One component in a phase. first_s, pass_s: seconds of its first pass, which brings what stays, and of later ones;
     compute_s: of a pass whose weights are all there. tier: where streamed weights come from. ring_bytes: of the phase's
-    ring while it runs. beside_bytes: of weights of earlier components that are still there."""
+    ring while it runs. beside_bytes: of weights of earlier components that are still there. added_bytes: of its LoRAs,
+    which are in `weight_bytes` and in `weights.small_bytes`, too."""
 
     name: str
     weights: StreamPlan
@@ -122,6 +125,7 @@ class ComponentPlan:
     tier: str
     ring_bytes: int
     beside_bytes: int
+    added_bytes: int = 0
 
     @property
     def seconds(self) -> float:
@@ -261,6 +265,7 @@ def _place(component: ComponentJob, room: int, limits: Limits, ring: int, others
         component.parts,
         resident_below=limits.resident_below,
         ahead=ahead,
+        added_bytes=component.added_bytes,
         available=room,
         ring_there=ring,
         ring_for_others=others,
@@ -419,6 +424,7 @@ def _timed(component: ComponentJob, weights: StreamPlan, held: _Held, limits: Li
         tier(weights.streamed_bytes, component, limits, rates)[0],
         ring_bytes=held.ring,
         beside_bytes=held.weight_bytes - weights.small_bytes - weights.resident_bytes,
+        added_bytes=component.added_bytes,
     )
 
 
@@ -432,6 +438,8 @@ def _reasons(job: PhaseJob, components: Sequence[ComponentPlan], held: _Held, fi
     activations = activations_on(job.activation_bytes, limits, job.correction.activations)
     for component in components:
         weights = component.weights
+        if component.added_bytes:
+            reasons.append(f"{component.name} has {human_bytes(component.added_bytes)} of LoRA weights, which stay.")
         if weights.whole:
             reasons.append(f"{component.name} stays resident: all of its {human_bytes(component.weight_bytes)} fit.")
             continue

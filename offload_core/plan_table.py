@@ -81,6 +81,7 @@ def plan_json(foresight: Foresight) -> dict[str, Any]:
                 "components": {
                     component.name: {
                         "weight_bytes": component.weight_bytes,
+                        "added_bytes": component.added_bytes,
                         "resident_bytes": component.weights.resident_bytes + component.weights.small_bytes,
                         "streamed_bytes": component.weights.streamed_bytes,
                         "times": component.times,

@@ -11,26 +11,10 @@ from diffusers import DiffusionPipeline
 from safetensors.torch import load_file, save_file
 
 import offload_core as po
+from lora_files import make_lora
 from staging import job, staged, tiny_model, words
 
 pytest.importorskip("peft")
-
-
-def make_lora(name: str, component: str, file: Path, targets: list[str], alpha: int = 2) -> Path:
-    """A LoRA of rank 2 with random weights for a component of a tiny model, as diffusers itself saves one."""
-    from peft import LoraConfig
-    from peft.utils import get_peft_model_state_dict
-
-    pipeline = DiffusionPipeline.from_pretrained(tiny_model(name))
-    module = getattr(pipeline, component)
-    config = LoraConfig(r=2, lora_alpha=alpha, target_modules=targets, init_lora_weights=False)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        module.add_adapter(config)
-    layers = {f"{component}_lora_layers": get_peft_model_state_dict(module)}
-    metadata = {f"{component}_lora_adapter_metadata": config.to_dict()}
-    pipeline.save_lora_weights(file.parent, **layers, **metadata, weight_name=file.name)
-    return file
 
 
 def one_shot_with_lora(name: str, files: list[tuple[Path, float]], seed: int, **call: Any) -> torch.Tensor:

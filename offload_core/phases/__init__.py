@@ -6,7 +6,7 @@ from ._denoise import check_denoise, check_embeds, denoise
 from ._encode import encode
 from ._foresee import PhaseTrace, TracedCall, foresee, trace_decode, trace_denoise, trace_encode
 from ._handle import Handle, load
-from ._loras import Lora
+from ._loras import Lora, as_loras
 from ._records import Embeds, Latents
 from ._scope import Phase, open_phase
 
@@ -18,6 +18,7 @@ __all__ = [
     "Phase",
     "PhaseTrace",
     "TracedCall",
+    "as_loras",
     "check_denoise",
     "check_embeds",
     "check_latents",

@@ -41,6 +41,19 @@ def make_cold(
                 child._buffers[key] = cold_like(buffer, name, device)
 
 
+def make_added_cold(module: nn.Module, prefix: str, device: torch.device) -> int:
+    """Swaps parameters with memory, which a cold module was given later (LoRA), for cold ones. Returns their bytes."""
+    nbytes = 0
+    for path, child in module.named_modules():
+        for key, parameter in child._parameters.items():
+            if parameter is not None and not is_streamed(parameter):
+                cold = cold_like(parameter, ".".join(part for part in (prefix, path, key) if part), device)
+                # Kept as it is: torch's matmul asks for it before it decides what to allocate.
+                child._parameters[key] = nn.Parameter(cold, requires_grad=parameter.requires_grad)
+                nbytes += parameter.nbytes
+    return nbytes
+
+
 def real_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
     """Every tensor with memory that `module` holds: parameters, buffers, and tensors kept in plain attributes."""
     for child in module.modules():

@@ -65,6 +65,7 @@ class Component:
         self.recast: torch.dtype | None = None
         self.before_load: Callable[[], None] | None = None
         self.after_load: Callable[[nn.Module], None] | None = None
+        self.added_bytes = 0  # of the weights that `after_load` adds
         self._cold_state: dict[str, Any] = {}
         self.gate: Gate
 
@@ -113,6 +114,7 @@ class Component:
                 plain_if_whole=True,
                 keep_grad=True,  # see _from_files
                 planned=self.memory.planned(self.source.name),
+                added_bytes=self.added_bytes,
             )
             if self.after_load is not None:
                 self.after_load(self.module)

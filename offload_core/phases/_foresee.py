@@ -16,7 +16,7 @@ from ..estimate import estimated_trace, likely_result
 from ..model_source import ModelSource, pipeline_class
 from ..plan import ComponentJob, PhaseJob
 from ..session import Session
-from ..streaming import part_sizes
+from ..streaming import PartSize, part_sizes
 from ..trace import Trace, Tracer
 from ..trace_blocks import repeated_blocks
 from ._cold import forget_method_caches
@@ -25,6 +25,7 @@ from ._decode import ENCODER_HALF, TILE_SIZES, decode_arguments
 from ._denoise import check_size, collect_latents, denoise_call, denoise_ports
 from ._encode import encode_call, encode_ports, force_guidance, friendly_errors, one_negative_each
 from ._handle import Handle, model_defaults
+from ._loras import trace_loras
 from ._pipeline import check_call
 from ._plain import RecordMissing, from_plain
 from ._ports import CapturePort, PhaseDone, Port, Records, ReplayPort, RunPort, StopPort
@@ -67,9 +68,9 @@ def foresee(
     """What the phases encode, denoise and decode would do for these arguments (those of `encode` and `denoise`): for
     each the ways to do it. Decode has several, whole and in tiles, which are traced when they are asked for.
 
-    Reads configs and headers only. source: the model, if it isn't the handle's folder. session: whose observer may
-    interrupt; nothing is reported to it. Raises what these phases would
-    raise for the arguments, and TraceError for a model whose code can't be traced.
+    Reads configs and headers only, and LoRA files. source: the model, if it isn't the handle's folder. session: whose
+    observer may interrupt; nothing is reported to it. Raises what these phases would raise for the arguments and the
+    LoRAs, and TraceError for a model whose code can't be traced.
     """
     source = source or handle.source()
     call = encode_call(source, prompt, negative_prompt, pipeline_kwargs)
@@ -123,6 +124,8 @@ class _Watch:
         self.estimable: dict[str, nn.Module] = {}  # components whose answer can be guessed
         self._estimates: dict[str, Trace] = {}
         self.steps = 0
+        self._own: dict[str, tuple[PartSize, ...]] = {}  # of components with LoRAs: the weights without them
+        self._added: dict[str, int] = {}  # and the bytes of the LoRAs
         self._times: Counter[tuple[str, str, int]] = Counter()
         self._traces: dict[int, Trace] = {}
 
@@ -140,13 +143,19 @@ class _Watch:
     def _estimate(self, component: str, args: Any, kwargs: Any, reason: str) -> Trace:
         if component not in self._estimates:
             module = self.estimable[component]
-            self._estimates[component] = estimated_trace(component, module, args, kwargs, reason)
+            self._estimates[component] = estimated_trace(module, args, kwargs, reason)
         trace = self._estimates[component]
         self.tracer.reach(self.tracer.live_bytes + trace.peak_bytes)
         return trace
 
     def trace(self, component: str, name: str, run: Callable[..., Any], args: Any, kwargs: Any) -> None:
         self._add(component, name, self.tracer.trace(f"{component}.{name}", run, args, kwargs))
+
+    def add_loras(self, phase: Phase, owned: Iterable[str]) -> None:
+        """Traces these components with their LoRAs. They get them after their weights were placed, as in the phase."""
+        own = {name: tuple(part_sizes(phase.components[name].module)) for name in owned if phase.handle.loras}
+        self._added = trace_loras(phase, set(owned))
+        self._own = {name: own[name] for name in self._added}
 
     def step(self, done: int, total: int) -> None:
         self.steps = max(self.steps, total)
@@ -167,7 +176,7 @@ class _Watch:
     def result(self, phase: Phase) -> PhaseTrace:
         calls = tuple(TracedCall(*key[:2], times, self._traces[key[2]]) for key, times in self._times.items())
         used = dict.fromkeys(call.component for call in calls)
-        components = [_component_job(phase.components[name], calls) for name in used]
+        components = [self._component_job(phase.components[name], calls) for name in used]
         if phase.name == "denoise":
             components = _alone(components, phase)
         assumed = tuple(
@@ -175,6 +184,19 @@ class _Watch:
         )
         job = PhaseJob(phase.name, self.tracer.peak_bytes, tuple(components), self.steps, assumed=assumed)
         return PhaseTrace(job, calls)
+
+    def _component_job(self, component: Component, calls: tuple[TracedCall, ...]) -> ComponentJob:
+        name, source = component.source.name, component.source
+        dtype = component.recast or component.dtype
+        stored = getattr(torch, source.dtype or "float32").itemsize / dtype.itemsize
+        return ComponentJob(
+            name,
+            str(dtype).removeprefix("torch."),
+            self._own.get(name) or tuple(part_sizes(component.module)),
+            tuple((call.trace, call.times) for call in calls if call.component == name),
+            stored,
+            added_bytes=self._added.get(name, 0),
+        )
 
     def _add(self, component: str, name: str, trace: Trace) -> None:
         self._traces[id(trace)] = trace
@@ -198,8 +220,9 @@ def _encode(handle: Handle, source: ModelSource, call: dict[str, Any], records: 
     run = force_guidance(source, one_negative_each({**model_defaults(source), **call}))
     run = from_plain(plain_call(run), torch.device("cpu"))
     watch = _Watch(poll)
-    ports = _traced(encode_ports(source, records, handle.device_here()), watch)
-    with OpenPhase(handle, source, "encode", Session(), ports) as phase:
+    ports = encode_ports(source, records, handle.device_here())
+    with OpenPhase(handle, source, "encode", Session(), _traced(ports, watch)) as phase:
+        watch.add_loras(phase, [name for name, port in ports.items() if not isinstance(port, StopPort)])
         with watch.watching(phase), contextlib.suppress(PhaseDone), friendly_errors():
             phase.pipeline(**run, generator=torch.Generator("cpu").manual_seed(0))
         records.settle()
@@ -214,6 +237,7 @@ def _denoise(
     with OpenPhase(handle, source, "denoise", Session(), _traced(ports, watch)) as phase:
         check_size(phase.pipeline, call)
         watch.estimable = {name: phase.components[name].module for name, port in ports.items() if type(port) is RunPort}
+        watch.add_loras(phase, watch.estimable)
         with watch.watching(phase), contextlib.suppress(PhaseDone), friendly_errors():
             phase.pipeline(**call, generator=torch.Generator("cpu").manual_seed(seed))
         return watch.result(phase), collect_latents(handle, source, phase, ports, call, seed)
@@ -258,19 +282,6 @@ def _traced(ports: dict[str, Port], watch: _Watch) -> dict[str, Port]:
     """Those that run something trace it; those that answer, capture or stop stay."""
     quiet = (StopPort, ReplayPort, CapturePort)
     return {name: port if isinstance(port, quiet) else _TracedPort(name, port, watch) for name, port in ports.items()}
-
-
-def _component_job(component: Component, calls: tuple[TracedCall, ...]) -> ComponentJob:
-    name, source = component.source.name, component.source
-    dtype = component.recast or component.dtype
-    stored = getattr(torch, source.dtype or "float32").itemsize / dtype.itemsize
-    return ComponentJob(
-        name,
-        str(dtype).removeprefix("torch."),
-        tuple(part_sizes(component.module)),
-        tuple((call.trace, call.times) for call in calls if call.component == name),
-        stored,
-    )
 
 
 def _alone(components: list[ComponentJob], phase: Phase) -> list[ComponentJob]:

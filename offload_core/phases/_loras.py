@@ -1,16 +1,20 @@
-"""LoRA files, applied to the components of a phase right after they are loaded."""
+"""LoRA files, applied to the components of a phase right after they are loaded, or without weights for a trace."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..checkpoint import content_mark, read_header
-from ..errors import InputError, ModelError
+from ..devices import is_out_of_memory
+from ..errors import ColdWeightError, InputError, ModelError, TraceError
+from ._cold import make_added_cold
+from ._ports import attach_gate
 
 if TYPE_CHECKING:
     from ._scope import Phase
@@ -37,11 +41,14 @@ class Lora:
 
 
 def as_loras(loras: Sequence[Any]) -> tuple[Lora, ...]:
-    """LoRAs from paths or (path, scale) pairs. Raises ModelError for a file that isn't a LoRA in safetensors."""
+    """LoRAs from paths, (path, scale) pairs, or those of a handle. Raises ModelError for a file that isn't a LoRA in
+    safetensors."""
     return tuple(_as_lora(item) for item in loras)
 
 
 def _as_lora(item: Any) -> Lora:
+    if isinstance(item, Lora):
+        return item
     path, scale = item if isinstance(item, tuple) else (item, 1.0)
     if not isinstance(path, str | os.PathLike) or not isinstance(scale, int | float):
         raise InputError(f"A LoRA is a path or a (path, scale) pair, not {item!r}.")
@@ -70,11 +77,62 @@ class _Weights:
     def touches(self, component: str) -> bool:
         return any(key.startswith(f"{component}.") for key in self.state)
 
+    def elements(self, component: str) -> int:
+        """Numbers in the adapters that it makes in a component."""
+        mine = (key for key in self.state if key.startswith(f"{component}.") and not key.endswith("alpha"))
+        return sum(self.state[key].numel() for key in mine if "lora" in key.removeprefix(component))
+
+
+@dataclass(frozen=True)
+class _Change:
+    """What the LoRAs of a phase do to one component. apply: puts them on. elements: numbers that it gets more."""
+
+    apply: Callable[[Any], None]
+    elements: int
+
 
 def plan_loras(phase: Phase, owned: set[str]) -> None:
-    """Arranges that each owned component that a LoRA names gets it when it is loaded."""
+    """Arranges that each owned component that a LoRA names gets it when it is loaded, in memory that is kept for it."""
+    for name, change in _changes(phase, owned).items():
+        component = phase.components[name]
+        component.after_load, component.added_bytes = change.apply, change.elements * component.dtype.itemsize
+
+
+def trace_loras(phase: Phase, owned: set[str]) -> dict[str, int]:
+    """Applies the LoRAs to owned components that aren't loaded, so that they can be traced with them. Returns the bytes
+    that each of these gets.
+
+    What is added has no memory either, as if it were the component's own: blocks that differ in nothing but the numbers
+    of their LoRA are alike. Raises what the phase would, and TraceError for a LoRA that is made of the model's weights.
+    """
+    added = {}
+    for name, change in _changes(phase, owned).items():
+        component = phase.components[name]
+        module = component.module
+        try:
+            change.apply(module)
+        except ColdWeightError as error:
+            raise TraceError(
+                f"The LoRAs of {name} can't be applied without its weights, so it can't be traced."
+            ) from error
+        _forget_names(module)
+        attach_gate(module, component.gate)  # to what was added
+        added[name] = make_added_cold(module, name, phase.device)
+    return added
+
+
+def _forget_names(module: Any) -> None:
+    """peft notes in each layer what it is called, and no two blocks would be alike."""
+    for part in module.modules():
+        noted = vars(part).get("kwargs")
+        if isinstance(noted, dict):
+            noted.pop("target_name", None)
+
+
+def _changes(phase: Phase, owned: set[str]) -> dict[str, _Change]:
+    """By component, for those of `owned` that a LoRA names."""
     if not phase.handle.loras:
-        return
+        return {}
     cls = type(phase.pipeline)
     if not hasattr(cls, "lora_state_dict"):
         raise InputError(f"{cls.__name__} can't load LoRAs. Load the model without them.")
@@ -85,11 +143,13 @@ def plan_loras(phase: Phase, owned: set[str]) -> None:
                 f"The LoRA {Path(weights.lora.path).name} is for another kind of model: none of its weights belongs to "
                 f"a component of {cls.__name__} ({', '.join(phase.components)})."
             )
+    changes = {}
     for name in owned & phase.components.keys():
         mine = [weights for weights in loras if weights.touches(name)]
         if mine:
             apply = _apply_to_encoder if _is_encoder(phase.components[name].module) else _apply
-            phase.components[name].after_load = functools.partial(apply, cls, name, mine)
+            changes[name] = _Change(functools.partial(apply, cls, name, mine), sum(w.elements(name) for w in mine))
+    return changes
 
 
 def _read(pipeline: Any, adapter: str, lora: Lora) -> _Weights:
@@ -114,7 +174,8 @@ def _apply(cls: Any, name: str, loras: list[_Weights], module: Any) -> None:
         raise InputError(f"The LoRA has weights for {name}, and {type(module).__name__} can't take them.")
     for weights in loras:
         alphas = {"network_alphas": weights.alphas} if weights.alphas else {"metadata": weights.metadata}
-        module.load_lora_adapter(dict(weights.state), prefix=name, adapter_name=weights.adapter, **alphas)
+        with _fitting(weights, name):
+            module.load_lora_adapter(dict(weights.state), prefix=name, adapter_name=weights.adapter, **alphas)
     module.set_adapters([weights.adapter for weights in loras], [weights.lora.scale for weights in loras])
 
 
@@ -125,17 +186,32 @@ def _apply_to_encoder(cls: Any, name: str, loras: list[_Weights], module: Any) -
         raise InputError(f"The LoRA has weights for {name}, and {cls.__name__} can't apply them.")
     _check_peft(name)
     for weights in loras:
-        cls.load_lora_into_text_encoder(
-            dict(weights.state),
-            network_alphas=weights.alphas,
-            text_encoder=module,
-            prefix=name,
-            adapter_name=weights.adapter,
-            metadata=None if weights.alphas else weights.metadata,
-        )
+        with _fitting(weights, name):
+            cls.load_lora_into_text_encoder(
+                dict(weights.state),
+                network_alphas=weights.alphas,
+                text_encoder=module,
+                prefix=name,
+                adapter_name=weights.adapter,
+                metadata=None if weights.alphas else weights.metadata,
+            )
     set_weights_and_activate_adapters(
         module, [weights.adapter for weights in loras], [weights.lora.scale for weights in loras]
     )
+
+
+@contextlib.contextmanager
+def _fitting(weights: _Weights, component: str) -> Iterator[None]:
+    """Says of a LoRA that the libraries can't apply that it doesn't fit."""
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        if is_out_of_memory(error):
+            raise
+        name = Path(weights.lora.path).name
+        raise ModelError(
+            f"The LoRA {name} doesn't fit {component} of this model: it was made for one with other layers or sizes."
+        ) from error
 
 
 def _check_peft(name: str) -> None:

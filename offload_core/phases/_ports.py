@@ -248,12 +248,16 @@ def _gated_class(cls: type, mixin: type) -> type:
 
 
 def attach_gate(module: nn.Module, gate: Gate) -> None:
-    """Puts `gate` before a cold component and each of its parts."""
+    """Puts `gate` before a cold component and each of its parts that has none yet. A part that was made like another
+    one (LoRA) has the class already."""
     for path, part in module.named_modules():
+        if "_gate" in vars(part):
+            continue
         part.__dict__["_gate"] = gate
         part.__dict__["_path"] = path
         mixin: Any = _GatedPart if path else _Gated
-        part.__class__ = _gated_class(type(part), mixin)  # type: ignore[arg-type]
+        if not hasattr(type(part), "_is_gated"):
+            part.__class__ = _gated_class(type(part), mixin)  # type: ignore[arg-type]
 
 
 def watch_parts(module: nn.Module, gate: Gate) -> None:

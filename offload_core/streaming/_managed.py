@@ -63,12 +63,14 @@ class Managed:
         plain_if_whole: bool,
         keep_grad: bool,
         planned: StreamPlan | None = None,
+        added_bytes: int = 0,
     ) -> None:
         """Takes `module` over. Nothing of it has changed if this raises.
 
         restore: keep what `release` needs to give the module back as it was. plain_if_whole: if everything fits, the
         module gets ordinary tensors and no wrappers. keep_grad: weights require grad if they did before; else none do.
-        planned: what was planned before for this module; followed if it still fits.
+        planned: what was planned before for this module; followed if it still fits. added_bytes: of weights that it
+        will be given on the execution device right after (LoRA): they are booked here, see `book_new`.
         """
         check_free(module, self.name)
         self._keep_grad = keep_grad
@@ -85,7 +87,9 @@ class Managed:
             widened = [part.item.nbytes for part in self.parts if part.is_widened]
             if widened:
                 self.scope.engine.prepare_casts(max(widened))
-            small, large = self._split_and_plan(groups, planned)
+            small, large = self._split_and_plan(groups, planned, added_bytes)
+            if added_bytes:
+                self._extra.append(self.scope.ledger.reserve("device", "adapters", added_bytes, self.name))
             if self.plan.whole and plain_if_whole:
                 small, large = [*small, *large], []
             for part in small:
@@ -149,16 +153,19 @@ class Managed:
         part.entries.append(Entry(item.names, layout, None, self.scope.cache, casts=casts, owner=self.name))
         return part
 
-    def _split_and_plan(self, groups: dict[str, str], planned: StreamPlan | None) -> tuple[list[Part], list[Part]]:
+    def _split_and_plan(
+        self, groups: dict[str, str], planned: StreamPlan | None, added_bytes: int
+    ) -> tuple[list[Part], list[Part]]:
         """Parts that stay on the device (small, mutable, or of a class that can't be streamed), and parts that the plan
         is for."""
         sizes = [self._size(part, groups) for part in self.parts]
-        self.scope.make_room(sum(size.nbytes for size in sizes))
+        self.scope.make_room(sum(size.nbytes for size in sizes) + added_bytes)
         cache = self.scope.cache
         self.plan, is_small = plan_parts(
             sizes,
             resident_below=self.scope.settings.resident_below,
             ahead=lambda sizes: cache.fetches_ahead(size.nbytes for size in sizes),
+            added_bytes=added_bytes,
             available=self.scope.available(),
             resident_limit=self.scope.resident_limit,
             ring_there=cache.ring.largest,
@@ -353,8 +360,9 @@ class Managed:
                 torch.Tensor.data.__set__(wrapper, StreamedWeight(entry, self.scope.device))  # type: ignore[attr-defined]
 
     def book_new(self, module: nn.Module) -> None:
-        """Books weights that were added after attach (LoRA) and lie on the execution device; others make room."""
-        nbytes = self.new_bytes(module)
+        """Books weights that were added after attach (LoRA) and lie on the execution device, as far as they are more
+        than was said there; others make room."""
+        nbytes = max(self.new_bytes(module) - sum(booked.nbytes for booked in self._extra), 0)
         missing = nbytes - self.scope.available()
         if nbytes and missing > 0:
             self.stream_more(missing)
@@ -418,8 +426,8 @@ class Managed:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all weights and buffers in the dtype they run in."""
-        return sum(part.nbytes for part in self.parts)
+        """Bytes of all weights and buffers in the dtype they run in, with those that were booked beside them (LoRA)."""
+        return sum(part.nbytes for part in self.parts) + sum(booked.nbytes for booked in self._extra)
 
     @property
     def loaded_bytes(self) -> int:

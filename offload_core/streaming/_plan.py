@@ -140,18 +140,25 @@ def make_plan(
 
 
 def plan_parts(
-    parts: Sequence[PartSize], *, resident_below: int, ahead: Callable[[list[WeightSize]], bool], **room: Any
+    parts: Sequence[PartSize],
+    *,
+    resident_below: int,
+    ahead: Callable[[list[WeightSize]], bool],
+    added_bytes: int = 0,
+    **room: Any,
 ) -> tuple[StreamPlan, list[bool]]:
     """A plan for a module, and for each part whether it is a small one, which is never offloaded.
 
     resident_below: parts of fewer bytes are small, while the budget can hold them all; else fewer of them are.
-    ahead: whether weights of these sizes are fetched ahead. room: as `make_plan` takes it. Raises BudgetError like it.
+    ahead: whether weights of these sizes are fetched ahead. added_bytes: of weights that the module will be given later
+    (LoRA); they are small ones of the plan, whatever their size. room: as `make_plan` takes it. Raises BudgetError like
+    it.
     """
     below = resident_below
     while True:
         small = [part.stays or part.nbytes < below or (part.is_norm and below > 0) for part in parts]
         sizes = [size for part, is_small in zip(parts, small, strict=True) if not is_small for size in part.sizes]
-        nbytes = sum(part.nbytes for part, is_small in zip(parts, small, strict=True) if is_small)
+        nbytes = added_bytes + sum(part.nbytes for part, is_small in zip(parts, small, strict=True) if is_small)
         try:
             return make_plan(sizes, small_bytes=nbytes, ahead=ahead(sizes), **room), small
         except BudgetError:

@@ -80,6 +80,7 @@ class OffloadScope:
         plain_if_whole: bool = False,
         keep_grad: bool = False,
         planned: StreamPlan | None = None,
+        added_bytes: int = 0,
     ) -> Managed:
         """Takes a module under offload; see `Managed.attach` for the arguments.
 
@@ -94,6 +95,7 @@ class OffloadScope:
             plain_if_whole=plain_if_whole,
             keep_grad=keep_grad,
             planned=planned,
+            added_bytes=added_bytes,
         )
         self._managed.append(weakref.ref(managed))
         return managed
