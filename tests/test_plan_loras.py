@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,11 @@ from safetensors.torch import load_file, save_file
 import offload_core as po
 from lora_files import make_lora
 from offload_core.errors import TraceError
-from offload_core.foresight import foresee_denoise, foresee_encode, foresee_job
+from offload_core.foresight import Foresight, foresee_denoise, foresee_encode, foresee_job
 from offload_core.memory_count import MemoryCount
-from offload_core.phases import foresee, trace_denoise
+from offload_core.phases import as_loras, trace_denoise
 from offload_core.plan import PhasePlan, Plan, Rates
+from offload_core.plan_table import plan_json, plan_table
 from offload_core.plan_timeline import memory_timeline
 from offload_core.trace_blocks import _Blocks
 from staging import job, tiny_model, words
@@ -26,9 +28,10 @@ pytest.importorskip("peft")
 
 RATES = Rates({"float32": 1e9}, 1e9, 1e-6, disk_bytes_per_s=1e6, cached_bytes_per_s=1e7)
 SETTINGS = po.OffloadSettings(execution_device="cpu", host_memory="1GiB", resident_below=1024)
-DENOISER = {"flux": "transformer", "sdxl": "unet"}
+DENOISER = {"flux": "transformer", "sd15": "unet", "sdxl": "unet"}
 ATTENTION = ["to_q", "to_k", "to_v"]
-WIDEST = {"flux": ["proj_mlp", "proj_out"], "sdxl": ["conv1", "ff.net.0.proj"]}  # where activations peak
+UNET = ["conv1", "ff.net.0.proj"]
+WIDEST = {"flux": ["proj_mlp", "proj_out"], "sd15": UNET, "sdxl": UNET}  # where activations peak
 
 
 @pytest.fixture(autouse=True)
@@ -42,22 +45,18 @@ def large_lora(name: str, folder: Path) -> Path:
 
 @pytest.mark.parametrize("name", ["flux", pytest.param("sdxl", marks=pytest.mark.slow)])
 def test_a_denoiser_with_a_lora_reserves_what_was_planned(name: str, tmp_path: Path) -> None:
-    """In the smallest budget that is foretold, and above it. The LoRA is large beside the model: without it the figures
-    would be wrong by more than what is allowed here."""
-    file, call = large_lora(name, tmp_path), job(name, guided=True)
-    bare = po.load(tiny_model(name), device="cpu", settings=SETTINGS)
+    """In the smallest budget that is foretold, and above it. The LoRA is large: without it the figures would be wrong
+    by more than what is allowed here."""
+    file, call = large_lora(name, tmp_path), job(name, guided=False)
     handle = po.load(tiny_model(name), device="cpu", settings=SETTINGS, loras=[(file, 0.7)])
-    embeds = po.encode(bare, **words(name))
+    embeds = po.encode(handle, **words(name))
 
     def planned(handle: po.Handle) -> PhasePlan:
         return foresee_denoise(handle, embeds, rates=RATES, **call).plan.phases[0]
 
-    added = sum(value.nbytes for value in load_file(file).values())
-    without, roomy = planned(bare), planned(handle)
+    roomy, added = planned(handle), sum(value.nbytes for value in load_file(file).values())
     assert [component.added_bytes for component in roomy.components] == [added]
-    assert roomy.weight_bytes == without.weight_bytes + added
-    assert added > 0.1 * without.device_peak_bytes
-    assert roomy.smallest_budget_bytes >= without.smallest_budget_bytes + added
+    assert added > 0.1 * roomy.device_peak_bytes
     for above in (1.0, 1.3, 3.0):
         budget = int(roomy.smallest_budget_bytes * above)
         here = replace(handle, settings=replace(SETTINGS, device_memory=budget))
@@ -67,27 +66,16 @@ def test_a_denoiser_with_a_lora_reserves_what_was_planned(name: str, tmp_path: P
         (phase,) = session.report.phases
         assert 0.97 * plan.device_peak_bytes <= phase.reserved_peak_bytes <= plan.device_peak_bytes
         assert phase.weight_bytes == plan.weight_bytes
-        assert (phase.streamed_bytes > 0) is (plan.streamed_bytes > 0)
-    assert plan.streamed_bytes == 0
+        assert (phase.streamed_bytes > 0) is (plan.streamed_bytes > 0) is (above < 3)
 
 
-@pytest.mark.parametrize("name", ["flux", "sdxl"])
-def test_the_activations_of_a_denoiser_with_a_lora_are_foretold_to_the_byte(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["sd15", *(pytest.param(name, marks=pytest.mark.slow) for name in ("flux", "sdxl"))])
+def test_the_activations_of_a_denoiser_with_loras_are_foretold_to_the_byte(name: str, tmp_path: Path) -> None:
     widest = make_lora(name, DENOISER[name], tmp_path / "widest.safetensors", WIDEST[name])
-    loras = [(large_lora(name, tmp_path), 0.7), (widest, 1.0)]
-    call = {**words(name), **job(name, guided=True)}
-    real = real_peaks(name, loras, call)
+    loras, call = [(large_lora(name, tmp_path), 0.7), (widest, 1.0)], job(name, guided=False)
     handle = po.load(tiny_model(name), device="cpu", dtype="float32", loras=loras)
-    prompt, negative = call.pop("prompt"), call.pop("negative_prompt", None)
-    with_loras, without = (
-        next(iter(foresee(each, prompt, negative, **call)[1])) for each in (handle, replace(handle, loras=()))
-    )
-    assert {traced.trace.peak_bytes for traced in with_loras.calls} == real
-    assert {traced.trace.peak_bytes for traced in without.calls} != real
-    for traced, bare in zip(with_loras.calls, without.calls, strict=True):
-        assert traced.trace.flops > bare.trace.flops
-        assert {weight.name for weight in traced.trace.weights} > {weight.name for weight in bare.trace.weights}
-    assert [c.parts for c in with_loras.job.components] == [c.parts for c in without.job.components]
+    traced = trace_denoise(handle, po.encode(handle, **words(name)), **call)
+    assert {each.trace.peak_bytes for each in traced.calls} == real_peaks(name, loras, words(name) | call)
 
 
 def real_peaks(name: str, loras: list[tuple[Path, float]], call: dict[str, Any]) -> set[int]:
@@ -112,65 +100,77 @@ def real_peaks(name: str, loras: list[tuple[Path, float]], call: dict[str, Any])
     return peaks
 
 
-def test_blocks_that_differ_in_the_numbers_of_their_lora_are_traced_once(
+def test_a_lora_adds_work_and_weights_to_a_trace_but_no_kinds_of_blocks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    traced: list[Any] = []
+    """Blocks that differ in the numbers of their LoRA alone are traced once, as they are without."""
+    blocks: list[Any] = []
     real = _Blocks._traced
-    monkeypatch.setattr(_Blocks, "_traced", lambda self, *rest: traced.append(rest) or real(self, *rest))
-    embeds = po.encode(po.load(tiny_model("flux"), device="cpu"), "a star")
-    times = []
-    for loras in ((), (large_lora("flux", tmp_path),)):
-        trace_denoise(po.load(tiny_model("flux"), device="cpu", loras=loras), embeds, **job("flux", guided=False))
-        times.append(len(traced))
-        traced.clear()
-    assert times[1] == times[0] < 5  # it has five of two kinds
+    monkeypatch.setattr(_Blocks, "_traced", lambda self, *rest: blocks.append(rest) or real(self, *rest))
+    plain = po.load(tiny_model("flux"), device="cpu")
+    embeds, call = po.encode(plain, "a star"), job("flux", guided=False)
+    bare = trace_denoise(plain, embeds, **call)
+    kinds = len(blocks)
+    given = trace_denoise(replace(plain, loras=as_loras([large_lora("flux", tmp_path)])), embeds, **call)
+    assert len(blocks) - kinds == kinds < 5  # five blocks of two kinds
+    (one,), (other,) = bare.calls, given.calls
+    assert other.trace.flops > one.trace.flops
+    assert {weight.name for weight in other.trace.weights} > {weight.name for weight in one.trace.weights}
+    assert given.job.components[0].parts == bare.job.components[0].parts
 
 
-def test_a_lora_is_in_the_chart_the_table_and_the_kept_trace(tmp_path: Path) -> None:
-    from offload_core.plan_table import plan_json, plan_table
-
-    loras = [large_lora("flux", tmp_path)]
-    call = {**words("flux"), **job("flux", guided=True)}
+def test_a_lora_is_in_the_table_the_chart_and_the_kept_trace(tmp_path: Path) -> None:
+    handle = po.load(tiny_model("flux"), device="cpu", loras=[large_lora("flux", tmp_path)])
+    call = {**words("flux"), **job("flux", guided=False)}
     prompt, negative = call.pop("prompt"), call.pop("negative_prompt")
-    asked = {"settings": SETTINGS, "rates": RATES, **call}
-    found = foresee_job(tiny_model("flux"), prompt, negative, loras=loras, **asked)
-    denoise = found.plan.phases[1]
-    data = plan_json(found)["phases"][1]["components"]["transformer"]
-    added = denoise.components[0].added_bytes
-    assert data["added_bytes"] == added and data["resident_bytes"] == denoise.weight_bytes == data["weight_bytes"]
-    assert "of LoRA weights, which stay." in plan_table(found)
-    assert memory_timeline(found).phases[1].peak_bytes == denoise.device_peak_bytes
-    assert foresee_job(tiny_model("flux"), prompt, negative, loras=loras, **asked).plan == found.plan
-    handle = po.load(tiny_model("flux"), device="cpu", loras=loras, settings=SETTINGS)
-    embeds = po.encode(handle, prompt, negative)
-    assert foresee_denoise(handle, embeds, rates=RATES, **call).plan.phases == (denoise,)
-    assert foresee_job(tiny_model("flux"), prompt, negative, loras=handle.loras, **asked).plan == found.plan
+
+    def found() -> Foresight:
+        given = {"settings": SETTINGS, "rates": RATES, "loras": handle.loras, **call}
+        return foresee_job(tiny_model("flux"), prompt, negative, **given)
+
+    first = found()
+    denoise = first.plan.phases[1]
+    data = plan_json(first)["phases"][1]["components"]["transformer"]
+    assert data["added_bytes"] == denoise.components[0].added_bytes > 0
+    assert data["resident_bytes"] == data["weight_bytes"] == denoise.weight_bytes
+    assert "of LoRA weights, which stay." in plan_table(first)
+    assert memory_timeline(first).phases[1].peak_bytes == denoise.device_peak_bytes
+    assert found().plan == first.plan
 
 
-def sayings(path: Path, lora: Path, **call: Any) -> list[str]:
-    """What a LoRA that doesn't fit is refused with: by each phase, and when it is asked before."""
-    handle = po.load(path, device="cpu", loras=[lora])
-    embeds = po.encode(replace(handle, loras=()), "a star")
-    said = []
-    for ask in (
-        lambda: (po.encode(handle, "a star"), po.denoise(handle, embeds, **call)),
-        lambda: (foresee_encode(handle, "a star", rates=RATES), foresee_denoise(handle, embeds, rates=RATES, **call)),
-        lambda: foresee_job(path, "a star", settings=SETTINGS, rates=RATES, loras=[lora], **call),
-    ):
+def sayings(*asked: Callable[[], Any]) -> set[str]:
+    said = set()
+    for ask in asked:
         with pytest.raises(po.ModelError) as caught:
             ask()
-        said.append(str(caught.value))
+        said.add(str(caught.value))
     return said
 
 
-def test_a_lora_that_does_not_fit_gets_the_same_sentence_before_and_in_the_phase(tmp_path: Path) -> None:
-    other = make_lora("sd15", "unet", tmp_path / "other.safetensors", ["to_q"])
-    (sentence,) = set(sayings(tiny_model("flux"), other, **job("flux", guided=False)))
+def test_a_lora_of_another_kind_of_model_is_refused_alike_before_and_in_a_phase(tmp_path: Path) -> None:
+    file = make_lora("sd15", "unet", tmp_path / "other.safetensors", ["to_q"])
+    path, call = tiny_model("flux"), job("flux", guided=False)
+    handle = po.load(path, device="cpu", loras=[file])
+    embeds = po.encode(replace(handle, loras=()), "a star")
+    (sentence,) = sayings(
+        lambda: po.encode(handle, "a star"),
+        lambda: po.denoise(handle, embeds, **call),
+        lambda: foresee_encode(handle, "a star", rates=RATES),
+        lambda: foresee_denoise(handle, embeds, rates=RATES, **call),
+        lambda: foresee_job(path, "a star", settings=SETTINGS, rates=RATES, loras=[file], **call),
+    )
     assert sentence.startswith("The LoRA other.safetensors is for another kind of model")
-    wide = {key: torch.zeros(*(2 * size for size in value.shape)) for key, value in load_file(other).items()}
-    save_file(wide, tmp_path / "wide.safetensors")
-    (sentence,) = set(sayings(tiny_model("sd15"), tmp_path / "wide.safetensors", **job("sd15", guided=False)))
+
+
+def test_a_lora_of_other_sizes_is_refused_alike_before_and_in_a_phase(tmp_path: Path) -> None:
+    file = make_lora("sd15", "unet", tmp_path / "wide.safetensors", ["to_q"])
+    wide = {key: torch.zeros(*(2 * size for size in value.shape)) for key, value in load_file(file).items()}
+    save_file(wide, file)
+    handle = po.load(tiny_model("sd15"), device="cpu", loras=[file])
+    embeds, call = po.encode(handle, "a star"), job("sd15", guided=False)
+    (sentence,) = sayings(
+        lambda: po.denoise(handle, embeds, **call), lambda: foresee_denoise(handle, embeds, rates=RATES, **call)
+    )
     assert sentence.startswith("The LoRA wide.safetensors doesn't fit unet of this model")
 
 
