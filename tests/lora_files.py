@@ -28,3 +28,15 @@ def make_lora(
     metadata = {f"{component}_lora_adapter_metadata": config.to_dict()}
     pipeline.save_lora_weights(file.parent, **layers, **metadata, weight_name=file.name)
     return file
+
+
+def encoder_loras_work() -> bool:
+    """Whether the installed peft is new enough for transformers, which apply those of text encoders."""
+    from transformers.integrations.peft import MIN_PEFT_VERSION
+    from transformers.utils import check_peft_version
+
+    try:
+        check_peft_version(min_version=MIN_PEFT_VERSION)
+    except ValueError:
+        return False
+    return True

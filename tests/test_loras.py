@@ -11,7 +11,7 @@ from diffusers import DiffusionPipeline
 from safetensors.torch import load_file, save_file
 
 import offload_core as po
-from lora_files import make_lora
+from lora_files import encoder_loras_work, make_lora
 from staging import job, staged, tiny_model, words
 
 pytest.importorskip("peft")
@@ -65,17 +65,6 @@ def test_a_lora_in_the_kohya_dialect_keeps_its_alphas(tmp_path: Path) -> None:
     files, call = [(tmp_path / "kohya.safetensors", 1.0)], job("sd15", guided=True)
     expected = one_shot_with_lora("sd15", files, 3, **words("sd15"), **call)
     assert torch.equal(staged(tiny_model("sd15"), words("sd15"), call, dtype="auto", seed=3, loras=files)[0], expected)
-
-
-def encoder_loras_work() -> bool:
-    from transformers.integrations.peft import MIN_PEFT_VERSION
-    from transformers.utils import check_peft_version
-
-    try:
-        check_peft_version(min_version=MIN_PEFT_VERSION)
-    except ValueError:
-        return False
-    return True
 
 
 def test_a_lora_of_the_text_encoder_says_what_it_needs(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from diffusers import DiffusionPipeline
 from safetensors.torch import load_file, save_file
 
 import offload_core as po
-from lora_files import make_lora
+from lora_files import encoder_loras_work, make_lora
 from offload_core.errors import TraceError
 from offload_core.foresight import Foresight, foresee_denoise, foresee_encode, foresee_job
 from offload_core.memory_count import MemoryCount
@@ -21,8 +21,10 @@ from offload_core.phases import as_loras, trace_denoise
 from offload_core.plan import PhasePlan, Plan, Rates
 from offload_core.plan_table import plan_json, plan_table
 from offload_core.plan_timeline import memory_timeline
+from offload_core.streaming import OffloadScope, part_sizes
 from offload_core.trace_blocks import _Blocks
 from staging import job, tiny_model, words
+from streaming_models import BY_NAME
 
 pytest.importorskip("peft")
 
@@ -172,6 +174,41 @@ def test_a_lora_of_other_sizes_is_refused_alike_before_and_in_a_phase(tmp_path: 
         lambda: po.denoise(handle, embeds, **call), lambda: foresee_denoise(handle, embeds, rates=RATES, **call)
     )
     assert sentence.startswith("The LoRA wide.safetensors doesn't fit unet of this model")
+
+
+@pytest.mark.skipif(not encoder_loras_work(), reason="the installed transformers needs a newer peft for its models")
+def test_a_lora_of_a_text_encoder_is_in_the_plan_of_encode(tmp_path: Path) -> None:
+    file = make_lora("sd15", "text_encoder", tmp_path / "words.safetensors", ["q_proj", "v_proj"], rank=16)
+    handle = po.load(tiny_model("sd15"), device="cpu", loras=[file], settings=SETTINGS)
+    plan, session = foresee_encode(handle, **words("sd15"), rates=RATES).plan, po.Session()
+    (component,) = plan.phases[0].components
+    assert component.added_bytes == sum(value.nbytes for value in load_file(file).values())
+    po.encode(handle, **words("sd15"), session=session, plan=plan)
+    (phase,) = session.report.phases
+    assert phase.reserved_peak_bytes == plan.phases[0].device_peak_bytes
+    assert phase.weight_bytes == plan.phases[0].weight_bytes
+
+
+def test_weights_beyond_what_was_said_make_room_too() -> None:
+    """A file may hold more than the phase counted in it; nothing lies on the device that isn't booked."""
+    module = BY_NAME["flux"].build().requires_grad_(False)
+    said, all_of_it = 4096, 65536
+    budget = sum(part.nbytes for part in part_sizes(module)) + said
+    settings = replace(SETTINGS, device_memory=budget, activation_memory=0, resident_below=0)
+    scope = OffloadScope(settings, torch.device("cpu"))
+    try:
+        managed = scope.attach(module, name="module", added_bytes=said)
+        assert managed.plan.whole and managed.plan.small_bytes >= said
+        assert scope.ledger.by_kind("device")["adapters"] == said
+        module.register_parameter("more", torch.nn.Parameter(torch.zeros(all_of_it // 4), requires_grad=False))
+        managed.book_new(module)
+        assert scope.ledger.by_kind("device")["adapters"] == all_of_it
+        with torch.no_grad():
+            BY_NAME["flux"].calls[0](module)
+        assert scope.ledger.peak("device") <= budget
+        assert scope.cache.counts.streamed_bytes > 0
+    finally:
+        scope.close()
 
 
 def test_a_lora_that_is_made_of_the_models_weights_runs_without_a_plan(tmp_path: Path) -> None:

@@ -101,6 +101,14 @@ def test_the_activations_of_every_component_are_foretold_to_the_byte(name: str) 
     assert {call.component for call in calls} == {component for component, _ in real} - NOT_IN_PHASES
 
 
+def test_the_weights_of_a_trace_have_the_names_that_a_plan_gives_them() -> None:
+    """Also those of a VAE, which the pipeline casts while it is cold."""
+    for phase in foretold_phases("sd15"):
+        for component in next(iter(phase)).job.components:
+            names = {f"{component.name}.{size.name}" for part in component.parts for size in part.sizes}
+            assert {weight.name for trace, _ in component.calls for weight in trace.weights} <= names
+
+
 def test_a_transformer_of_twelve_billion_weights_is_traced_without_one() -> None:
     """FLUX.1-dev at 1024 x 1024: the figures are counted from its layers, see docs/foresight.md."""
     with init_empty_weights():

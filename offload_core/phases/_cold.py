@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..streaming import Layout, StreamedWeight, cold_weight, is_streamed
+from ..streaming import Layout, StreamedWeight, cold_weight, is_cold, is_streamed
 
 
 def cold_like(real: torch.Tensor, name: str, device: torch.device, dtype: torch.dtype | None = None) -> StreamedWeight:
@@ -25,14 +25,15 @@ def cold_like(real: torch.Tensor, name: str, device: torch.device, dtype: torch.
 def make_cold(
     module: nn.Module, prefix: str, device: torch.device, dtype: torch.dtype | None = None, *, buffers: bool
 ) -> None:
-    """Swaps every parameter of `module` (and every buffer, if asked) for a cold one named `prefix.path`. Ties stay."""
+    """Swaps every parameter of `module` (and every buffer, if asked) for a cold one named `prefix.path`. Ties stay, and
+    the names of those that are cold already."""
     ties: dict[nn.Parameter, nn.Parameter] = {}
     for path, child in module.named_modules():
         for key, parameter in child._parameters.items():
             if parameter is not None:
                 if parameter not in ties:
                     name = ".".join(part for part in (prefix, path, key) if part)
-                    cold = cold_like(parameter, name, device, dtype)
+                    cold = cold_like(parameter, parameter._entry.name if is_cold(parameter) else name, device, dtype)
                     ties[parameter] = nn.Parameter(cold, requires_grad=False)
                 child._parameters[key] = ties[parameter]
         for key, buffer in child._buffers.items() if buffers else ():
@@ -41,17 +42,14 @@ def make_cold(
                 child._buffers[key] = cold_like(buffer, name, device)
 
 
-def make_added_cold(module: nn.Module, prefix: str, device: torch.device) -> int:
-    """Swaps parameters with memory, which a cold module was given later (LoRA), for cold ones. Returns their bytes."""
-    nbytes = 0
+def make_added_cold(module: nn.Module, prefix: str, device: torch.device) -> None:
+    """Swaps parameters with memory, which a cold module was given later (LoRA), for cold ones."""
     for path, child in module.named_modules():
         for key, parameter in child._parameters.items():
             if parameter is not None and not is_streamed(parameter):
                 cold = cold_like(parameter, ".".join(part for part in (prefix, path, key) if part), device)
                 # Kept as it is: torch's matmul asks for it before it decides what to allocate.
                 child._parameters[key] = nn.Parameter(cold, requires_grad=parameter.requires_grad)
-                nbytes += parameter.nbytes
-    return nbytes
 
 
 def real_tensors(module: nn.Module) -> Iterator[torch.Tensor]:

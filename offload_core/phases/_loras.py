@@ -109,6 +109,7 @@ def trace_loras(phase: Phase, owned: set[str]) -> dict[str, int]:
     for name, change in _changes(phase, owned).items():
         component = phase.components[name]
         module = component.module
+        before = _nbytes(module)
         try:
             change.apply(module)
         except ColdWeightError as error:
@@ -117,8 +118,13 @@ def trace_loras(phase: Phase, owned: set[str]) -> dict[str, int]:
             ) from error
         _forget_names(module)
         attach_gate(module, component.gate)  # to what was added
-        added[name] = make_added_cold(module, name, phase.device)
+        make_added_cold(module, name, phase.device)
+        added[name] = _nbytes(module) - before
     return added
+
+
+def _nbytes(module: Any) -> int:
+    return sum(parameter.nbytes for parameter in module.parameters())
 
 
 def _forget_names(module: Any) -> None:

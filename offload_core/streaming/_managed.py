@@ -363,10 +363,8 @@ class Managed:
         """Books weights that were added after attach (LoRA) and lie on the execution device, as far as they are more
         than was said there; others make room."""
         nbytes = max(self.new_bytes(module) - sum(booked.nbytes for booked in self._extra), 0)
-        missing = nbytes - self.scope.available()
-        if nbytes and missing > 0:
-            self.stream_more(missing)
         if nbytes:
+            self.scope.make_room(nbytes)
             self._extra.append(self.scope.ledger.reserve("device", "adapters", nbytes, self.name))
 
     @property
