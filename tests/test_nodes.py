@@ -564,3 +564,16 @@ def test_plan_preview_says_what_a_job_takes_and_loads_nothing(
     assert chart.min() >= 0 and chart.max() == 1
     shown = np.asarray(Image.open(result.images[0]))
     assert np.abs(shown / 255 - chart[0].numpy()).max() < 2 / 255
+
+
+def test_plan_preview_plans_for_the_loras_of_the_model(
+    runner: GraphRunner, monkeypatch: pytest.MonkeyPatch, models: Path
+) -> None:
+    seen: dict[str, Any] = {}
+    lora = offload_core.Lora("a.safetensors", 0.5, "mark", encodes=False)
+    handle = dataclasses.replace(offload_core.load(models / "sd15"), loras=(lora,))
+    monkeypatch.setitem(vars(offload_core), "foresee_job", lambda *a, **k: seen.update(k))
+    job = {"prompt": "", "steps": 0, "guidance": -1.0, "width": 0, "height": 0, "batch": 1}
+    with pytest.raises(AttributeError):
+        call(runner, "PhaseOffloadPlanPreview", model=handle, **job)
+    assert seen["loras"] == (lora,)
