@@ -35,6 +35,8 @@ _HOME = {
     "foresee_denoise": "foresight",
     "foresee_encode": "foresight",
     "foresee_job": "foresight",
+    "modular_blocks": "modular",
+    "open_block": "modular",
     "Plan": "plan",
     "PurgeReport": "_purge",
     "purge": "_purge",
@@ -135,6 +137,7 @@ if TYPE_CHECKING:
         TraceError,
     )
     from .foresight import Foresight, foresee_decode, foresee_denoise, foresee_encode, foresee_job
+    from .modular import modular_blocks, open_block
     from .phases import (
         Embeds,
         Handle,

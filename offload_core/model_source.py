@@ -12,7 +12,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +31,12 @@ __all__ = [
     "list_models",
     "no_models_sentence",
     "pipeline_class",
+    "resolve_components",
     "resolve_model",
 ]
 
 DEFAULTS_FILE = "phase_offload.json"
+MODULAR_INDEX = "modular_model_index.json"
 
 # Classes that have no weights of their own; everything else with a config.json is a model.
 _WEIGHTLESS = re.compile(r".*(Scheduler|Tokenizer(Fast|sBackend)?|Processor(Fast|Pil)?|FeatureExtractor|Guidance)")
@@ -159,6 +161,33 @@ def resolve_model(model: str | os.PathLike[str]) -> ModelSource:
     )
 
 
+def resolve_components(model: str | os.PathLike[str]) -> dict[str, ComponentSource]:
+    """The checked components of a model folder by name, also of one for Modular Diffusers (modular_model_index.json).
+
+    Such an index may look elsewhere for a component. One that has no folder here is left out. Raises ModelError as
+    `resolve_model` does.
+    """
+    if not os.path.lexists(Path(model).expanduser() / MODULAR_INDEX):
+        return resolve_model(model).components
+    folder = ModelFolder(Path(model).expanduser())
+    index_path = folder.root / MODULAR_INDEX
+    record, components = _Record(folder), {}
+    for name, value in folder.read_json(index_path).items():
+        spec = value[2] if isinstance(value, list) and len(value) == 3 else None
+        if not isinstance(spec, dict) or "type_hint" not in spec:
+            continue
+        place = spec.get("subfolder") or name
+        if plain_parts(str(place)) != [place]:
+            what = f"names the folder {show(place)} of {show(name)}, which is no plain folder name"
+            raise folder.error(index_path, what, "Get the model from a source that you trust.")
+        if (folder.root / place).is_dir():
+            found = _read_component(folder, index_path, place, spec["type_hint"], record)
+            components[name] = replace(found, name=name)
+    for component in components.values():
+        component_class(component)
+    return components
+
+
 def component_class(component: ComponentSource) -> type:
     """The class of a component, from the installed libraries only. Raises ModelError if they have none."""
     return library_class(component.library, component.class_name, f"The component {show(component.name)}")
@@ -232,8 +261,8 @@ def _not_a_model(path: Path) -> str:
     inner = list_models([path])
     if not names:
         return f"{show(path.name)} is an empty folder. Put a diffusers model there, or give another folder."
-    if "modular_model_index.json" in names:
-        return f"{start} but a modular_model_index.json. Modular models can't be run here yet; use the classic folder."
+    if MODULAR_INDEX in names:
+        return f"{start} but a {MODULAR_INDEX}. Run it block by block with offload_core.modular.open_block."
     if inner:
         shown = " or ".join(show(name) for name in list(inner)[:3])
         return f"{start}, but holds models. Give one of them: {shown}."

@@ -542,7 +542,7 @@ def test_plan_preview_says_what_a_job_takes_and_loads_nothing(
     def no_load(*_: Any) -> None:
         raise AssertionError("a weight was loaded")
 
-    monkeypatch.setattr("offload_core.phases._components._from_files", no_load)
+    monkeypatch.setattr("offload_core.phases._components.from_files", no_load)
     load = {"model": "sd15", "dtype": "auto", "device": "cpu"}
     job = {"prompt": "a red fox", "steps": 2, "guidance": 5.0, **SIZE, "batch": 1}
     graph = {

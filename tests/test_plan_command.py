@@ -42,7 +42,7 @@ def test_a_job_that_fits_is_told_by_phase_and_loads_no_weight(
     def no_load(*_: Any) -> None:
         raise AssertionError("a weight was loaded")
 
-    monkeypatch.setattr("offload_core.phases._components._from_files", no_load)
+    monkeypatch.setattr("offload_core.phases._components.from_files", no_load)
     file = tmp_path / "plan.json"
     chart = tmp_path / "plan.svg"
     words = ("--model", DEMO, "--device", "cpu", "--json", str(file), "--chart", str(chart))

@@ -2,7 +2,7 @@
 
 Such a pipeline guesses: most constructors take a scale factor of 8 where there is no VAE to ask, and the latents have
 another shape, or are scaled otherwise, than the model's. Nothing says so. The VAE's config is enough to know it, so the
-pipeline gets a stand-in that has the config and no weights.
+pipeline gets a stand-in that has the config and no weights. The same goes for the blocks of Modular Diffusers.
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from .._modular_configs import give_configs
 from ..devices import resolve_device, resolve_dtype
 from ..errors import InputError, OffloadError
-from ..model_source import ModelSource, resolve_model
+from ..model_source import MODULAR_INDEX, ComponentSource, resolve_components
 from ..streaming import offload_of
 
 log = logging.getLogger(__name__)
@@ -42,16 +43,15 @@ def config_only(
     vae=config_only(folder, "vae"), ...)`. Running it raises ColdWeightError. Raises ModelError for the folder,
     InputError for a component that it doesn't have.
     """
-    source = resolve_model(model)
-    if component not in source.components or not source.components[component].has_weights:
-        raise InputError(f"The model {source.root.name} has no component {component!r} with weights.")
-    return _stand_in(source, component, resolve_device(device), resolve_dtype(dtype))
+    parts = resolve_components(model)
+    if component not in parts or not parts[component].has_weights:
+        raise InputError(f"The model {Path(model).name} has no component {component!r} with weights.")
+    return _stand_in(parts[component], resolve_device(device), resolve_dtype(dtype))
 
 
-def _stand_in(source: ModelSource, name: str, device: torch.device, dtype: torch.dtype | None) -> nn.Module:
+def _stand_in(part: ComponentSource, device: torch.device, dtype: torch.dtype | None) -> nn.Module:
     from ..phases import stand_in
 
-    part = source.components[name]
     return stand_in(part, dtype or getattr(torch, part.dtype or "float32"), device)
 
 
@@ -61,13 +61,17 @@ def give_geometry(module: nn.Module, device: torch.device) -> list[str]:
     found: list[str] = []
     if not hasattr(module, "config"):  # every component of a pipeline has one
         return found
+    dtype = next((weight.dtype for weight in module.parameters() if weight.is_floating_point()), None)
     for pipeline in _pipelines_of(module):
+        if _is_modular(pipeline):
+            found += _give_block(pipeline, module, device, dtype)
+            continue
         missing = [name for name in _parameters(pipeline) if "vae" in name and _is_missing(pipeline, name)]
-        source = _source_of(pipeline, module) if missing else None
         if not missing:
             continue
-        known = [name for name in missing if source is not None and name in source.components]
-        if source is None or not known:
+        parts = _parts_of(pipeline, module)
+        known = [name for name in missing if name in parts]
+        if not known:
             log.warning(
                 "%s was built without %s and its model folder isn't known here: it guesses the size of latents. Build "
                 "it with %s=config_only(folder).",
@@ -76,12 +80,30 @@ def give_geometry(module: nn.Module, device: torch.device) -> list[str]:
                 missing[0],
             )
             continue
-        dtype = next((weight.dtype for weight in module.parameters() if weight.is_floating_point()), None)
         try:
-            found += _rebuild(pipeline, {name: _stand_in(source, name, device, dtype) for name in known})
+            found += _rebuild(pipeline, {name: _stand_in(parts[name], device, dtype) for name in known})
         except Exception as error:  # of a constructor that isn't ours; offload itself doesn't depend on it
             log.warning("%s keeps its guess of the size of latents: %s", type(pipeline).__name__, str(error))
     return found
+
+
+def _give_block(pipeline: Any, module: nn.Module, device: torch.device, dtype: torch.dtype | None) -> list[str]:
+    """The same for a block of Modular Diffusers that doesn't list a VAE."""
+    if any("vae" in name and part is not None for name, part in vars(pipeline).items()):
+        return []
+    listed = any("vae" in name for name in pipeline._component_specs)
+    parts = {} if listed else _parts_of(pipeline, module)  # one that is listed is the caller's to load
+    makes_latents = any(output.name == "latents" for output in pipeline._blocks.intermediate_outputs)
+    if makes_latents and not listed and not parts:
+        log.warning("A block without its VAE guesses the size of latents. Set pipeline.vae = config_only(folder).")
+    try:
+        changed = give_configs(pipeline, parts, device, dtype=dtype, only="vae")
+    except Exception as error:  # offload itself doesn't depend on it
+        log.warning("%s keeps its guess of the size of latents: %s", type(pipeline).__name__, str(error))
+        return []
+    if changed:
+        log.info("%s got a stand-in for its VAE. %s", type(pipeline).__name__, "; ".join(changed))
+    return changed
 
 
 def watch_geometry(module: nn.Module) -> None:
@@ -110,19 +132,27 @@ def watch_geometry(module: nn.Module) -> None:
 
 def _pipelines_of(module: nn.Module) -> Iterator[Any]:
     """Every pipeline that holds `module`. diffusers keeps no list of them, so the collector of garbage is asked."""
-    diffusers = sys.modules.get("diffusers")
-    if diffusers is None:
-        return
-    DiffusionPipeline = diffusers.DiffusionPipeline  # noqa: N806
+    kinds = tuple(filter(None, map(_loaded, ("DiffusionPipeline", "ModularPipeline"))))
     for holder in gc.get_referrers(module):
-        if isinstance(holder, DiffusionPipeline):
+        if isinstance(holder, kinds):
             yield holder
         elif isinstance(holder, dict):
             yield from (
-                owner
-                for owner in gc.get_referrers(holder)
-                if isinstance(owner, DiffusionPipeline) and vars(owner) is holder
+                owner for owner in gc.get_referrers(holder) if isinstance(owner, kinds) and vars(owner) is holder
             )
+
+
+def _is_modular(pipeline: Any) -> bool:
+    kind = _loaded("ModularPipeline")
+    return kind is not None and isinstance(pipeline, kind)
+
+
+_HOMES = {"DiffusionPipeline": "pipelines.pipeline_utils", "ModularPipeline": "modular_pipelines.modular_pipeline"}
+
+
+def _loaded(name: str) -> Any:
+    """A base class of diffusers; None if its module isn't loaded, as then there is no pipeline of that kind."""
+    return getattr(sys.modules.get(f"diffusers.{_HOMES[name]}"), name, None)
 
 
 def _parameters(pipeline: Any) -> list[str]:
@@ -133,17 +163,20 @@ def _is_missing(pipeline: Any, name: str) -> bool:
     return hasattr(pipeline, name) and getattr(pipeline, name) is None
 
 
-def _source_of(pipeline: Any, module: nn.Module) -> ModelSource | None:
-    """The model folder that a pipeline, or else the module in it, was loaded from. Nothing is downloaded."""
-    for config in (getattr(pipeline, "config", None), getattr(module, "config", None)):
-        name = str(getattr(config, "_name_or_path", None) or "")
-        for folder in _folders(name) if name else ():
-            if (folder / "model_index.json").is_file():
+def _parts_of(pipeline: Any, module: nn.Module) -> Mapping[str, ComponentSource]:
+    """The components of the model folder that a pipeline, or else the module in it, was loaded from; none where it
+    isn't known. Nothing is downloaded."""
+    configs = (getattr(pipeline, "config", None), getattr(module, "config", None))
+    names = [getattr(pipeline, "_pretrained_model_name_or_path", None)]
+    names += [getattr(config, "_name_or_path", None) for config in configs]
+    for name in map(str, filter(None, names)):
+        for folder in _folders(name):
+            if any((folder / index).is_file() for index in ("model_index.json", MODULAR_INDEX)):
                 try:
-                    return resolve_model(folder)
+                    return resolve_components(folder)
                 except OffloadError as error:
                     log.debug("%s can't be asked for its VAE: %s", folder, str(error))
-    return None
+    return {}
 
 
 def _folders(name: str) -> Iterator[Path]:

@@ -1,6 +1,6 @@
 """Phases: a pipeline's own code run in parts, each with only its components loaded. See docs/phases.md."""
 
-from ._components import stand_in
+from ._components import from_files, stand_in
 from ._decode import check_latents, decode, latents_from_samples
 from ._denoise import check_denoise, check_embeds, denoise
 from ._encode import encode
@@ -26,6 +26,7 @@ __all__ = [
     "denoise",
     "encode",
     "foresee",
+    "from_files",
     "latents_from_samples",
     "load",
     "open_phase",

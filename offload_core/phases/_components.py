@@ -91,7 +91,7 @@ class Component:
         if self.before_load is not None:
             self.before_load()
         with torch.inference_mode(False), torch.no_grad():
-            real = _from_files(self.source, self.dtype)
+            real = from_files(self.source, self.dtype)
             _leave_out(real, self.skip, self.source.name, self.memory.device)
             if isinstance(self.gate.port, RecordingPort):
                 watch_parts(real, self.gate)
@@ -112,7 +112,7 @@ class Component:
                 dtype_of=self._casts,
                 restore=False,
                 plain_if_whole=True,
-                keep_grad=True,  # see _from_files
+                keep_grad=True,  # see from_files
                 planned=self.memory.planned(self.source.name),
                 added_bytes=self.added_bytes,
             )
@@ -220,7 +220,7 @@ def _read_small_buffers(module: nn.Module, source: ComponentSource, dtype: torch
         module.get_submodule(owner)._buffers[key] = buffer.to(device) if small else cold
 
 
-def _from_files(source: ComponentSource, dtype: torch.dtype) -> nn.Module:
+def from_files(source: ComponentSource, dtype: torch.dtype) -> nn.Module:
     """The library's own loader, in the file's dtype where it can be: then it maps the file and copies nothing.
 
     `requires_grad` stays as the library sets it: torch's matmul folds a batch into one product only for weights that
