@@ -300,12 +300,13 @@ DEMO = Command("demo", "draw six captions with the small model that comes along"
 
 
 def _bench_arguments(parser: argparse.ArgumentParser) -> None:
-    from .bench import foresight, offload
+    from .bench import foresight, offload, seeds
 
     subjects = parser.add_subparsers(dest="what", required=True, metavar="WHAT")
     for name, room, says in (
         ("offload", offload, "this engine beside others, on a model made for it"),
         ("foresight", foresight, "what is foretold of a job beside what happens, on tiny models of many families"),
+        ("seeds", seeds, "one job, prompt to picture, beside diffusers and Diffusers Dynamic Offloader"),
     ):
         subject = subjects.add_parser(name, help=says, description=says[0].upper() + says[1:] + ".")
         room.add_arguments(subject)

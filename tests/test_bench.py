@@ -188,7 +188,7 @@ def test_a_way_that_dies_is_a_row_and_the_next_way_still_runs(
 
 
 def test_a_way_that_takes_too_long_is_a_row_with_the_reason() -> None:
-    answer = offload._answer([sys.executable, "-c", "import time; time.sleep(60)"], 0.2)
+    answer = offload.answer_of([sys.executable, "-c", "import time; time.sleep(60)"], 0.2)
     assert answer["status"] == "failed"
     assert "not done" in answer["reason"]
 

@@ -53,6 +53,14 @@ def _run(task: str, job: Job) -> dict[str, Any]:
         from .accelerator import measure_link
 
         return measure_link(job)
+    if task == "seed":
+        from .seed_measure import measure_seed
+
+        return measure_seed(job)
+    if task == "swap":
+        from .swap_cost import measure_swap
+
+        return measure_swap(job)
     raise ValueError(task)
 
 

@@ -58,7 +58,7 @@ def measure_way(job: Job) -> dict[str, Any]:
         "baseline_group_bytes": baseline_group,
         "private_peak_bytes": peak.highest,
         "resident_peak_bytes": resident_peak_bytes(),
-        "device_peak_bytes": _device_peak(job.device),
+        "device_peak_bytes": device_peak(job.device),
         "extra_disk_bytes": _folder_bytes(Path(job.scratch)) if job.scratch else 0,
         "output_sum": steps.total,
         "output_digest": steps.digest.hexdigest(),
@@ -110,7 +110,7 @@ def _counts(ready: Ready) -> Counts | None:
     return ready.counts() if ready.counts is not None else None
 
 
-def _device_peak(device: str) -> int | None:
+def device_peak(device: str) -> int | None:
     if device == "cpu":
         return None
     import torch

@@ -211,7 +211,7 @@ class Bench:
             command = [sys.executable, "-m", f"{__package__}._worker", task, job.to_json()]
             if group is not None:
                 command = group.wrap(command)
-            return _answer(command, self._args.timeout)
+            return answer_of(command, self._args.timeout)
 
     def _model(self, name: str, spec: ModelSpec) -> Path:
         folder = self._home / name
@@ -222,7 +222,8 @@ class Bench:
         return make_model(spec, folder, shard)
 
 
-def _answer(command: Sequence[str], timeout: float) -> dict[str, Any]:
+def answer_of(command: Sequence[str], timeout: float) -> dict[str, Any]:
+    """The last line that a fresh process prints, as JSON; a row with the reason if it fails or takes too long."""
     package_root = str(Path(__file__).parents[2])
     path = os.pathsep.join(filter(None, (package_root, os.environ.get("PYTHONPATH"))))
     environment = os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}

@@ -69,6 +69,13 @@ def private_bytes() -> int:
     return getattr(info, "private", info.rss)
 
 
+def resident_bytes() -> int:
+    """Resident set of this process, file pages included."""
+    import psutil
+
+    return int(psutil.Process().memory_info().rss)
+
+
 def resident_peak_bytes() -> int | None:
     """Peak resident set of this process, file pages included."""
     status = _status()

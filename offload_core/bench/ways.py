@@ -64,7 +64,8 @@ def load(job: Job) -> Any:
     return model_class(job.family).from_pretrained(job.folder, torch_dtype=torch.bfloat16).eval()
 
 
-def _needs(package: str, module: str | None = None) -> Any:
+def needs(package: str, module: str | None = None) -> Any:
+    """A peer's module. Raises CannotRunError if it can't be imported."""
     try:
         return importlib.import_module(module or package.replace("-", "_"))
     except ImportError as error:
@@ -136,7 +137,7 @@ def _group(level: str, *, disk: bool = False, stream: bool = False) -> Callable[
 
 
 def _accelerate_disk(job: Job) -> SetUp:
-    accelerate = _needs("accelerate")
+    accelerate = needs("accelerate")
 
     def set_up(module: Any) -> Ready:
         accelerate.disk_offload(module, str(Path(job.scratch) / "accelerate"), execution_device=job.device)
@@ -146,7 +147,7 @@ def _accelerate_disk(job: Job) -> SetUp:
 
 
 def _accelerate_cpu(job: Job) -> SetUp:
-    accelerate = _needs("accelerate")
+    accelerate = needs("accelerate")
 
     def set_up(module: Any) -> Ready:
         accelerate.cpu_offload(module, execution_device=job.device)
@@ -156,7 +157,7 @@ def _accelerate_cpu(job: Job) -> SetUp:
 
 
 def _ddo(job: Job) -> SetUp:
-    ddo = _needs("diffusers-dynamic-offloader")
+    ddo = needs("diffusers-dynamic-offloader")
 
     def set_up(module: Any) -> Ready:
         result = ddo.enable_offload(
@@ -173,7 +174,7 @@ def _ddo(job: Job) -> SetUp:
 
 
 def _mmgp(job: Job) -> SetUp:
-    offload = _needs("mmgp", "mmgp.offload")
+    offload = needs("mmgp", "mmgp.offload")
 
     def set_up(module: Any) -> Ready:
         budget = (job.budget_bytes or 0) >> 20
@@ -184,7 +185,7 @@ def _mmgp(job: Job) -> SetUp:
 
 
 def _diffusers_mm(job: Job) -> SetUp:
-    mm = _needs("diffusers-mm")
+    mm = needs("diffusers-mm")
     from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline
 
     def set_up(module: Any) -> Ready:
