@@ -98,12 +98,6 @@ def test_without_plain_diffusers_nothing_is_compared() -> None:
     assert found["swap"] is None
 
 
-def test_a_swap_within_the_noise_of_the_clock_has_bytes_and_no_seconds() -> None:
-    noisy = SWAP | {"copy_back": {**SWAP["copy_back"], "swap_s": -0.01}}
-    found = summarise([], noisy, 100)["swap"]
-    assert found["seconds_to_copy_back"] is None and found["bytes_to_copy_back"] == 100 / 160
-
-
 def test_rounds_give_the_median_of_seconds_and_the_most_of_bytes() -> None:
     rounds = _Rounds()
     for seconds, bytes_in, bytes_back in ((9.0, 100, 0), (1.0, 120, 5), (2.0, 100, 0)):

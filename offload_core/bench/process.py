@@ -37,10 +37,11 @@ def _busy_seconds() -> float | None:
 
 
 class PrivatePeak:
-    """The highest private memory of this process while the block runs, sampled by a thread."""
+    """The highest private memory of this process while the block runs, sampled by a thread. The same of its resident
+    set, because phases start the system's own count of that peak anew."""
 
     def __init__(self) -> None:
-        self.highest = private_bytes()
+        self.highest, self.highest_resident = private_bytes(), resident_bytes()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._sample, name="private-peak", daemon=True)
 
@@ -51,11 +52,15 @@ class PrivatePeak:
     def __exit__(self, *unused: object) -> None:
         self._stop.set()
         self._thread.join()
-        self.highest = max(self.highest, private_bytes())
+        self._look()
 
     def _sample(self) -> None:
         while not self._stop.wait(SAMPLE_EVERY_S):
-            self.highest = max(self.highest, private_bytes())
+            self._look()
+
+    def _look(self) -> None:
+        self.highest = max(self.highest, private_bytes())
+        self.highest_resident = max(self.highest_resident, resident_bytes())
 
 
 def private_bytes() -> int:
@@ -71,6 +76,9 @@ def private_bytes() -> int:
 
 def resident_bytes() -> int:
     """Resident set of this process, file pages included."""
+    status = _status()
+    if "VmRSS" in status:
+        return status["VmRSS"]
     import psutil
 
     return int(psutil.Process().memory_info().rss)

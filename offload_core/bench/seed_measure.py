@@ -29,7 +29,7 @@ def measure_seed(job: Job) -> dict[str, Any]:
         **{f"{stage}_s": seconds for stage, seconds in watch.seconds.items()},
         "total_s": sum(watch.seconds.values()),
         "baseline_resident_bytes": resident,
-        "resident_peak_bytes": resident_peak_bytes(),
+        "resident_peak_bytes": max(peak.highest_resident, resident_peak_bytes() or 0),
         "baseline_private_bytes": private,
         "private_peak_bytes": peak.highest,
         "device_peak_bytes": device_peak(job.device),

@@ -48,7 +48,9 @@ def render_swap(swap: dict[str, Any]) -> str:
         way = swap[name]
         lines.append([title, _bytes(way["bytes_in"]), _bytes(way["bytes_back"]), _seconds(way["swap_s"])])
     table = _table(("swap", "to the device", "back to RAM", "seconds"), lines)
-    return table if swap["link"] else f"{table}\nThe CPU has no link: copies are from RAM or the page cache to RAM."
+    if swap["link"]:
+        return table
+    return f"{table}\nThe CPU has no link: ours reads the model's file again, the other copies from RAM to RAM."
 
 
 def _more(peak: int | None, baseline: int | None) -> str:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from .. import _picture_files as files
 from ..errors import InputError
 from .job import Job
+from .model import drop_from_page_cache
 from .offload import answer_of, machine, parse_size
 from .pipeline_model import flux_pipeline, make_pipeline
 from .seed_ways import SEED_WAYS
@@ -117,7 +118,10 @@ def run(args: argparse.Namespace, terminal: Terminal) -> None:
 
 
 def _ask(task: str, job: Job, timeout: float) -> dict[str, Any]:
-    """What a fresh process answers; never raises for what goes wrong in it."""
+    """What a fresh process answers, with the model's files out of the page cache where the system allows it; never
+    raises for what goes wrong in it."""
+    for component in filter(Path.is_dir, Path(job.folder).iterdir()):
+        drop_from_page_cache(component)
     return answer_of([sys.executable, "-m", f"{__package__}._worker", task, job.to_json()], timeout)
 
 
@@ -158,16 +162,11 @@ def summarise(rows: Sequence[SeedRow], swap: dict[str, Any], model_bytes: int) -
         here, back = swap["ours"], swap["copy_back"]
         found["swap"] = {
             "bytes_to_copy_back": _ratio(_moved(here), _moved(back)),
-            "seconds_to_copy_back": _ratio(here["swap_s"], back["swap_s"]) if _measured(here, back) else None,
+            "seconds_to_copy_back": _ratio(here["swap_s"], back["swap_s"]),
             "bytes_to_weights": _ratio(_moved(here), here["weight_bytes"]),
             "link": swap["link"],
         }
     return found
-
-
-def _measured(*swaps: dict[str, Any]) -> bool:
-    """A swap that is quicker than the clock's noise has no seconds."""
-    return all(swap["swap_s"] > 0 for swap in swaps)
 
 
 def _moved(swap: dict[str, Any]) -> int:

@@ -4,8 +4,9 @@ Copying back is the usual way (vLLM-Omni's `SequentialOffloadHook` does it): the
 and pinned there, then the one that comes is copied to the device. Here a component that rests keeps its masters where
 they were, so nothing is copied for it to leave.
 
-The seconds of a swap are those of a forward with the swap before it, less those of the same forward again. On the CPU
-there is no link: a copy is one from RAM to RAM (or from the page cache), so the bytes say more than the seconds.
+The seconds of a swap are those until every weight of the one that comes was touched on the device. On the CPU there is
+no link: a swap that copies back goes from RAM to RAM and needs all weights there, while ours reads the model's file
+again, so the bytes say more than the seconds.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def _ours(job: Job) -> dict[str, Any]:
     from ..sequential import apply_sequential_offload, remove_sequential_offload
     from ..sequential._exclusion import member_of
 
-    encoder, transformer, inputs = _components(job)
+    encoder, transformer = _components(job)
     apply_sequential_offload([transformer], [encoder], torch.device(job.device))
     member = member_of(transformer)
     assert member is not None and member.exclusion._scope is not None
@@ -53,34 +54,35 @@ def _ours(job: Job) -> dict[str, Any]:
     found = _Rounds()
     try:
         for _ in range(ROUNDS):
-            encoder(**inputs[0])
+            _touch(encoder)
             fetched, copies = cache.counts.fetched_bytes, copies_in_ram()
-            first = _seconds(lambda: transformer(**inputs[1]), job)
-            fetched, copies = cache.counts.fetched_bytes - fetched, copies_in_ram() - copies
-            found.add(first - _seconds(lambda: transformer(**inputs[1]), job), fetched, copies)
+            seconds = _seconds(lambda: _touch(transformer), job)
+            found.add(seconds, cache.counts.fetched_bytes - fetched, copies_in_ram() - copies)
     finally:
         remove_sequential_offload([transformer, encoder])
     return found.to_dict(_weight_bytes(transformer))
 
 
 def _copy_back(job: Job) -> dict[str, Any]:
-    encoder, transformer, inputs = _components(job)
+    encoder, transformer = _components(job)
     found = _Rounds()
-    _move(transformer, "cpu")
     for _ in range(ROUNDS):
+        _move(transformer, "cpu")
         _move(encoder, job.device)
-        encoder(**inputs[0])
         copied = [0, 0]
 
-        def swap_and_run(copied: list[int] = copied) -> None:
+        def swap(copied: list[int] = copied) -> None:
             copied[:] = _move(encoder, "cpu"), _move(transformer, job.device)
-            transformer(**inputs[1])
+            _touch(transformer)
 
-        first = _seconds(swap_and_run, job)
-        again = _seconds(lambda: transformer(**inputs[1]), job)
-        found.add(first - again, copied[1], copied[0])
-        _move(transformer, "cpu")
+        found.add(_seconds(swap, job), copied[1], copied[0])
     return found.to_dict(_weight_bytes(transformer))
+
+
+def _touch(module: Any) -> None:
+    """Uses every weight, as little of it as can be."""
+    for weight in module.parameters():
+        weight.flatten()[:1].clone()
 
 
 def _move(module: Any, device: str) -> int:
@@ -112,21 +114,17 @@ class _Rounds:
         }
 
 
-def _components(job: Job) -> tuple[Any, Any, tuple[dict[str, Any], dict[str, Any]]]:
-    """The large text encoder and the transformer as their loaders map them, and the arguments of a forward of each."""
+def _components(job: Job) -> tuple[Any, Any]:
+    """The large text encoder and the transformer as their loaders map them."""
     import torch
     from diffusers import FluxTransformer2DModel
     from transformers import T5EncoderModel
 
-    from .model import step_inputs
-
-    encoder = T5EncoderModel.from_pretrained(job.folder, subfolder="text_encoder_2", dtype=torch.bfloat16).eval()
+    encoder = T5EncoderModel.from_pretrained(job.folder, subfolder="text_encoder_2", dtype=torch.bfloat16)
     transformer = FluxTransformer2DModel.from_pretrained(
         job.folder, subfolder="transformer", torch_dtype=torch.bfloat16
-    ).eval()
-    ids = torch.ones(1, job.text_tokens, dtype=torch.long, device=job.device)
-    inputs = step_inputs("flux", transformer.config, job.device, job.image_tokens, job.text_tokens)
-    return encoder, transformer, ({"input_ids": ids}, inputs)
+    )
+    return encoder.eval(), transformer.eval()
 
 
 def _seconds(run: Callable[[], Any], job: Job) -> float:
