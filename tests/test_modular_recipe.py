@@ -30,8 +30,12 @@ from offload_core import (
     open_block,
 )
 from offload_core.errors import ColdWeightError, InputError, ModelError
+from offload_core.known._tokenizers import qwen_tokenizer, t5_tokenizer
+from offload_core.tiny_models import autoencoders, text_encoders
+from offload_core.tiny_models.autoencoders import LATENT_CHANNELS
 from offload_core.tiny_models.pictures import picture as image
 from offload_core.tiny_models.running import align
+from offload_core.tiny_models.weights import denoiser, with_weights
 from staging import FAMILIES, one_shot, tiny_model
 
 SEED = 3
@@ -173,6 +177,53 @@ def test_a_folder_with_only_a_modular_index_is_run_by_its_blocks(tmp_path: Path)
         "decode": ("vae",),
     }
     assert torch.equal(block_by_block(model, call_of("flux", guided=False), None), classic("flux", guided=False))
+
+
+def tiny_anima(folder: Path) -> Path:
+    """A family that diffusers has as blocks only: Qwen3, a text conditioner, a Cosmos transformer, Qwen-Image's VAE."""
+    tokenizer = qwen_tokenizer()
+    transformer = diffusers.CosmosTransformer3DModel(
+        in_channels=LATENT_CHANNELS,
+        out_channels=LATENT_CHANNELS,
+        num_attention_heads=2,
+        attention_head_dim=16,
+        num_layers=2,
+        text_embed_dim=32,
+        adaln_lora_dim=8,
+        max_size=(8, 32, 32),
+        concat_padding_mask=False,  # it needs torchvision
+        extra_pos_embed_type=None,
+    )
+    conditioner = diffusers.AnimaTextConditioner(
+        source_dim=32, target_dim=32, model_dim=32, num_layers=2, num_attention_heads=2, min_sequence_length=16
+    )
+    parts = {
+        "tokenizer": tokenizer,
+        "t5_tokenizer": t5_tokenizer(),
+        "text_encoder": text_encoders.qwen3("anima.text_encoder", tokenizer).model,
+        "text_conditioner": with_weights(conditioner, "anima.text_conditioner"),
+        "transformer": denoiser(transformer, "anima.transformer"),
+        "vae": autoencoders.autoencoder_qwen("anima.vae"),
+        "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
+    }
+    index: dict[str, Any] = {"_class_name": "AnimaModularPipeline", "_blocks_class_name": "AnimaAutoBlocks"}
+    for name, part in parts.items():
+        part.save_pretrained(folder / name)
+        kind = [type(part).__module__.partition(".")[0], type(part).__name__]
+        spec = {"type_hint": kind, "pretrained_model_name_or_path": "somebody/anima", "subfolder": name}
+        index[name] = [*kind, {**spec, "variant": None, "revision": None}]
+    (folder / "modular_model_index.json").write_text(json.dumps(index))
+    return folder
+
+
+@pytest.mark.slow
+def test_a_family_that_exists_only_as_blocks_has_its_phases_from_them(tmp_path: Path) -> None:
+    model = tiny_anima(tmp_path)
+    assert modular_blocks(model)["denoise"] == ("text_conditioner", "transformer")
+    call = {"prompt": "a red fox", "negative_prompt": "blurry", "height": 48, "width": 64, "num_inference_steps": 2}
+    found = block_by_block(model, call, 4.0)
+    assert found.shape[-2:] == (48, 64) and found.std() > 0.01
+    assert torch.equal(found, whole(model, call, 4.0))
 
 
 # ----------------------------------------------------------------------------------------------- the trap

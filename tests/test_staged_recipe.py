@@ -181,6 +181,23 @@ def test_the_staged_recipe_equals_the_whole_demo_model():
     assert torch.equal(picture, twin) and read > 0
 
 
+@pytest.mark.parametrize(
+    "name",
+    [name if name == "flux" else pytest.param(name, marks=pytest.mark.slow) for name in (*RECIPES, "qwen_image")],
+)
+def test_a_whole_pipeline_in_one_budget_equals_the_resident_one(name: str):
+    call = FAMILIES[name].guided_call
+    twin, _ = one_shot(tiny_model(name), dtype=torch.float32, seed=SEED, **call)
+    pipe = diffusers.DiffusionPipeline.from_pretrained(tiny_model(name))
+    pipe.set_progress_bar_config(disable=True)
+    results = enable_pipeline_offload(pipe, preset="plain", execution_device="cpu", environ=ENVIRON)
+    generator = torch.Generator("cpu").manual_seed(SEED)
+    assert torch.equal(torch.as_tensor(pipe(**call, output_type="pt", generator=generator)[0]).float(), twin)
+    assert all(result.report().read_bytes for result in results.values())
+    for result in results.values():
+        result.release()
+
+
 # ----------------------------------------------------------------------------------------------- the trap
 
 
