@@ -29,8 +29,9 @@ from offload_core import (
     modular_blocks,
     open_block,
 )
-from offload_core.errors import ColdWeightError, InputError, ModelError
+from offload_core.errors import BudgetError, ColdWeightError, InputError, ModelError
 from offload_core.known._tokenizers import qwen_tokenizer, t5_tokenizer
+from offload_core.streaming import is_streamed
 from offload_core.tiny_models import autoencoders, text_encoders
 from offload_core.tiny_models.autoencoders import LATENT_CHANNELS
 from offload_core.tiny_models.pictures import picture as image
@@ -274,6 +275,20 @@ def test_a_block_whose_folder_is_not_known_is_a_warning(caplog: pytest.LogCaptur
 
 
 # -------------------------------------------------------------------------------------------- what it refuses
+
+
+def test_a_block_that_ends_in_an_error_lets_go_of_its_components() -> None:
+    with pytest.raises(KeyboardInterrupt), open_block(tiny_model("flux"), "decode", settings=SETTINGS) as pipe:
+        vae = pipe.vae
+        assert any(map(is_streamed, vae.parameters()))
+        raise KeyboardInterrupt
+    assert pipe.vae is None and not any(map(is_streamed, vae.parameters()))
+
+
+def test_a_budget_that_is_too_small_for_a_block_is_refused_with_what_is_missing() -> None:
+    tight = OffloadSettings(execution_device="cpu", device_memory=20_000)
+    with pytest.raises(BudgetError, match="Raise device_memory by"):
+        open_block(tiny_model("flux"), "denoise", settings=tight).__enter__()
 
 
 def test_a_block_or_component_that_is_not_there_is_named_with_those_that_are() -> None:
