@@ -706,6 +706,30 @@ def test_a_keyboard_interrupt_in_the_middle_of_a_wait_leaves_it_usable() -> None
         assert attached.release() == 0
 
 
+def test_a_copy_that_an_interrupt_kept_from_being_queued_is_made_by_whoever_waits_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A KeyboardInterrupt may come between any two steps, also between noting a copy and queueing it."""
+    from offload_core.streaming._readers import Readers
+
+    lost, submit = [], Readers.submit
+
+    def forgetful(self: Readers, job: Any, *, urgent: bool = False) -> bool:
+        if len(lost) < 3 and self.ready():
+            lost.append(job)
+            return True
+        return submit(self, job, urgent=urgent)
+
+    monkeypatch.setattr(Readers, "submit", forgetful)
+    with Attached(blocks(), SMALLEST, threads=1) as attached:
+        for _ in range(2):
+            assert torch.equal(attached(X), resident())
+        assert len(lost) == 3
+        lost.clear()
+        monkeypatch.undo()
+        assert attached.release() == 0
+
+
 @pytest.mark.parametrize("threads", [0, 2])
 def test_release_in_the_middle_of_a_copy_waits_for_it(threads: int) -> None:
     with Attached(blocks(), SMALLEST, threads=threads, seed=1) as attached:

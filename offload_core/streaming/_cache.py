@@ -506,6 +506,10 @@ class WeightCache:
     def _wait(self, fetch: Fetch) -> None:
         while not fetch.done:
             self._lock.wait(_WAIT_S)
+            if not fetch.done and fetch.job is not None and not self.readers.holds(fetch.job):
+                fetch.job = None  # an interrupt came between the steps of sending for it: nobody would bring it
+                self._read_unlocked(fetch)
+                return
             if self._poll is not None and not fetch.done:
                 self._lock.release()
                 try:

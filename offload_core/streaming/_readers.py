@@ -25,6 +25,7 @@ class Readers:
     def __init__(self, buffers: list[ReadBuffer]) -> None:
         self._buffers = buffers
         self._jobs: deque[Job] = deque()
+        self._running: list[Job] = []
         self._wake = threading.Condition()
         self._threads: list[threading.Thread] = []
         self._started = self._stopping = False
@@ -57,6 +58,11 @@ class Readers:
             if job in self._jobs:
                 self._jobs.remove(job)
                 self._jobs.appendleft(job)
+
+    def holds(self, job: Job) -> bool:
+        """Whether a job is queued or running."""
+        with self._wake:
+            return job in self._jobs or job in self._running
 
     def cancel(self, job: Job) -> bool:
         """Takes a queued job back. False if it has begun."""
@@ -97,5 +103,10 @@ class Readers:
                     if self._stopping:
                         return
                     job = self._jobs.popleft()
-                job(buffer)
+                    self._running.append(job)
+                try:
+                    job(buffer)
+                finally:
+                    with self._wake:
+                        self._running.remove(job)
                 del job  # it holds a hot tensor
