@@ -44,6 +44,7 @@ def test_demo_shows_what_its_captions_say(tmp_path: Path):
     assert [phase["leaked_bytes"] for phase in phases] == [0, 0, 0]
 
 
+@pytest.mark.slow
 def test_demo_says_nothing_but_its_own_words(tmp_path: Path):
     """No bars, warnings or advice of the libraries below."""
     err = command("demo", "--captions", "a red star on a blue background", cwd=tmp_path).stderr

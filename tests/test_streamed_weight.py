@@ -813,6 +813,7 @@ def test_release_may_be_called_twice_and_tells_what_is_still_held() -> None:
     assert torch.isfinite(view).all()
 
 
+@pytest.mark.slow
 def test_ten_rounds_of_attach_and_release_leave_nothing_behind() -> None:
     module = stack()
     before, threads = traces(module), threading.active_count()

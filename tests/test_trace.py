@@ -289,7 +289,8 @@ def test_a_tensor_made_from_numbers_is_counted() -> None:
     assert traced(cold(Constant()), x).peak_bytes == 3 * x.nbytes  # a product, the constant, and their product
 
 
-@pytest.mark.parametrize("name", ["flux", pytest.param("wan22_a14b", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["flux", "wan22_a14b"])
 def test_decoding_in_tiles_is_foretold_to_the_byte_without_blending_them(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

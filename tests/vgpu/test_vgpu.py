@@ -486,6 +486,7 @@ def run_models_on_one_stream() -> dict[str, object]:
     return answer | {"races": vgpu.races()}
 
 
+@pytest.mark.slow
 def test_models_on_one_stream_have_no_race():
     assert run_on_vgpu(run_models_on_one_stream) == {"sd15": True, "flux": True, "races": []}
 
