@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import re
 
+import pytest
+
 from vgpu.runner import run_on_vgpu
 
 
