@@ -156,8 +156,8 @@ def test_a_hook_that_joins_others_keeps_to_what_they_were_given(caplog: pytest.L
     SequentialOffloadHook([dit], CPU, pin_memory=False).pre_forward(encoder)
     with caplog.at_level(logging.INFO, "offload_core.sequential"):
         SequentialOffloadHook([encoder], CPU, pin_memory=True).pre_forward(dit)
-    (record,) = (record for record in caplog.records if record.name.startswith("offload_core.sequential"))
-    assert record.getMessage().startswith("pin_memory=True: accepted, no effect because")
+    said = [record.getMessage() for record in caplog.records]
+    assert any(text.startswith("pin_memory=True: accepted, no effect because") for text in said)
     elsewhere = SequentialOffloadHook([encoder], CPU)
     elsewhere.device = torch.device("cuda", 0)
     with pytest.raises(InputError, match="Use one device"):
