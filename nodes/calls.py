@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,10 +11,12 @@ from typing import Any
 from offload_core.errors import InsufficientMemoryError
 from offload_core.session import Session
 
-from .bodies import BODIES, FINGERPRINTS, PROBLEMS
-from .progress import NodeObserver
+from .catalog import NODES
+from .progress import NodeObserver, describe_phase
 from .results import NodeResult
 from .state import PackState
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -27,6 +30,14 @@ class NodeCall:
     def __post_init__(self) -> None:
         self.session = Session(observer=self.observer)
 
+    def say_how_it_went(self, *notes: str) -> None:
+        """Shows the notes and what the last phase cost."""
+        phases = self.session.report.phases
+        lines = [describe_phase(phases[-1])] if phases else []
+        for note in notes:
+            log.warning("%s", note)
+        self.observer.status("\n".join((*notes, *lines)))
+
 
 def run_node(node_id: str, state: PackState, observer: NodeObserver, inputs: Mapping[str, Any]) -> NodeResult:
     """Runs the body of a node. Errors and interrupts pass through as they are, but hold no values of the failed run.
@@ -35,7 +46,7 @@ def run_node(node_id: str, state: PackState, observer: NodeObserver, inputs: Map
     """
     call = NodeCall(state, observer)
     try:
-        return BODIES[node_id](call, **inputs)
+        return NODES[node_id].run(call, **inputs)
     except BaseException as error:
         forget_locals(error)
         if isinstance(error, InsufficientMemoryError):
@@ -47,14 +58,14 @@ def run_node(node_id: str, state: PackState, observer: NodeObserver, inputs: Map
 
 def fingerprint(node_id: str, state: PackState, inputs: Mapping[str, Any]) -> Any:
     """A value that changes when a node must run again though its inputs are the same; None for nodes without one."""
-    function = FINGERPRINTS.get(node_id)
-    return function(state, **inputs) if function else None
+    node = NODES.get(node_id)
+    return node.fingerprint(state, **inputs) if node and node.fingerprint else None
 
 
 def problem(node_id: str, state: PackState, inputs: Mapping[str, Any]) -> str | None:
     """Why a node can't run with these constants, as a sentence, or None. An input that is linked or missing is None."""
-    function = PROBLEMS.get(node_id)
-    return function(state, **inputs) if function else None
+    node = NODES.get(node_id)
+    return node.problem(state, **inputs) if node and node.problem else None
 
 
 def forget_locals(error: BaseException) -> None:

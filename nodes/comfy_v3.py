@@ -8,10 +8,10 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from .bodies import FINGERPRINTS
 from .calls import fingerprint, problem, run_node
+from .catalog import NODES
 from .results import NodeResult
-from .schema import ANY_TYPE, NODES, Input, NodeSchema, Output
+from .schema import ANY_TYPE, Input, NodeSchema, Output
 from .state import PackState
 
 
@@ -19,7 +19,7 @@ def make_extension(state: PackState) -> Any:
     """The ComfyExtension with all nodes of the pack. They share `state`, passed in by closure."""
     from comfy_api.latest import ComfyExtension
 
-    classes = [make_node(schema, state) for schema in NODES.values()]
+    classes = [make_node(node.schema, state) for node in NODES.values()]
 
     class PhaseOffloadExtension(ComfyExtension):
         async def get_node_list(self) -> list[type]:
@@ -55,7 +55,7 @@ def make_node(node: NodeSchema, state: PackState) -> type:
             # here for one that is wrong. Budgets are checked when the node runs. None: it is linked or missing.
             return problem(node.id, state, {"model": model}) or True
 
-    made = ModelNode if node.id in FINGERPRINTS else PhaseOffloadNode
+    made = ModelNode if NODES[node.id].fingerprint else PhaseOffloadNode
     made.__name__ = made.__qualname__ = node.id
     return made
 

@@ -6,7 +6,8 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from offload_core.cli import Command, Terminal, add_memory_arguments, finish
+from offload_core._memory_options import add_memory_arguments
+from offload_core.cli import Command, Terminal, finish
 from offload_core.cli import main as cli_main
 from offload_core.errors import InputError
 

@@ -25,6 +25,7 @@ def foreseen(
     next plan."""
     from offload_core.plan_table import plan_line
 
+    call.observer.status("looking ahead, nothing is loaded yet")
     try:
         found = foresee(*args, session=call.session, **kwargs)
     except TraceError as error:

@@ -18,14 +18,15 @@ from typing import Any, Literal
 import torch
 
 from .calls import fingerprint, forget_locals, problem, run_node
+from .catalog import NODES
 from .graph import Graph, GraphError, GraphNode, Link, check_graph, prompt_of
 from .image_files import IMAGE_NODES, LOAD_IMAGE, ImageFolders, image_bodies, image_fingerprint, save_images
 from .local_host import LocalHost
 from .results import NodeResult
-from .schema import NODES, Input, NodeSchema
+from .schema import Input, NodeSchema
 from .state import PackState
 
-SCHEMAS: Mapping[str, NodeSchema] = NODES | IMAGE_NODES
+SCHEMAS: Mapping[str, NodeSchema] = {name: node.schema for name, node in NODES.items()} | IMAGE_NODES
 CacheMode = Literal["classic", "none"]
 
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import offload_core
+from offload_core import demo
 from offload_core.errors import ModelError
 
 DEMO_MODEL = "phase-offload-demo"
@@ -49,14 +49,13 @@ class ModelList:
         if roots != self._seen or time.monotonic() - self._walked_s > FRESH_S:
             self._models = model_list.list_models(roots)
             self._seen, self._walked_s = roots, time.monotonic()
-        demo = demo_model_folder()
-        return self._models if demo is None else {**self._models, DEMO_MODEL: self._models.get(DEMO_MODEL, demo)}
+        ours = demo_model_folder()
+        return self._models if ours is None else {**self._models, DEMO_MODEL: self._models.get(DEMO_MODEL, ours)}
 
 
 def demo_model_folder() -> Path | None:
     """The folder of the model that comes with this pack, or None where it was left out."""
-    folder = Path(offload_core.__file__).parent / "demo" / "model"
-    return folder if (folder / "model_index.json").is_file() else None
+    return demo.MODEL if (demo.MODEL / "model_index.json").is_file() else None
 
 
 def _changed_ns(root: Path) -> int:

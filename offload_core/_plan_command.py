@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import _picture_files as files
 from ._console import Terminal
+from ._memory_options import memory_settings
 from .errors import BudgetError, InputError, TraceError
 
 if TYPE_CHECKING:
@@ -50,7 +51,6 @@ def run(args: argparse.Namespace, terminal: Terminal) -> None:
     for path in filter(None, (args.json, args.chart)):
         files.check_writable(path)
     _check_chart_file(args.chart)
-    from .cli import memory_settings
     from .foresight import foresee_job
     from .plan_table import plan_json, plan_line, plan_table
 

@@ -5,7 +5,6 @@ None of this frees anything that is in use: phases give their weights back by th
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
 from collections.abc import Callable, Iterable
@@ -17,7 +16,7 @@ import torch
 from ._page_cache import drop_pages, why_not
 from ._report_table import human_bytes
 from ._standby_list import Windows, purge_standby_list
-from .devices import empty_cache, reserved_bytes, resident_bytes, resolve_device, trim_heap
+from .devices import empty_cache, empty_pinned_cache, reserved_bytes, resident_bytes, resolve_device, trim_heap
 from .errors import InputError, OffloadError
 
 
@@ -92,7 +91,7 @@ def purge(
     rows = [
         _in_process("garbage", gc.collect),
         _on_device(where),
-        _in_process("pinned cache", _empty_pinned_cache),
+        _in_process("pinned cache", empty_pinned_cache),
         _in_process("heap", trim_heap),
         _page_cache(weights),
         _standby(windows) if standby else GivenBack("standby list", 0, "not asked to"),
@@ -112,16 +111,6 @@ def _on_device(device: torch.device) -> GivenBack:
     before = reserved_bytes(device)
     empty_cache(device)
     return GivenBack("device cache", max(0, before - reserved_bytes(device)))
-
-
-def _empty_pinned_cache() -> None:
-    """torch keeps freed pinned memory for reuse; it has an empty function since 2.7, private under two names."""
-    for name in ("_host_emptyCache", "_accelerator_emptyHostCache"):
-        function = getattr(torch._C, name, None)
-        if function is not None:
-            with contextlib.suppress(RuntimeError):
-                function()
-                return
 
 
 def _page_cache(files: list[Path]) -> GivenBack:

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from . import __version__
+from . import __version__, demo
 from . import _picture_files as files
 from ._console import InterruptFlag, Terminal, quiet_libraries
+from ._memory_options import add_memory_arguments, add_preset_argument, memory_settings
 from .errors import InputError, InsufficientMemoryError, OffloadError
-from .settings import OffloadSettings
 
 #: Exit code -> what it means, as --help and the README list them.
 EXIT_CODES = {
@@ -75,47 +75,6 @@ def finish(terminal: Terminal, report: Any, report_file: Path | None, written: S
         written = [*written, *files.write_files([(report_file, files.text_writer(report.to_json() + "\n"))])]
     for path in written:
         terminal.say(f"Wrote {path}")
-
-
-def add_memory_arguments(parser: argparse.ArgumentParser, *more: str) -> None:
-    """The options for memory budgets, explained in a few lines; `more` lines may follow them."""
-    explained = (
-        'A BUDGET is a size (6GiB, 512MiB), a share (60%), what to keep free ("leave 2GiB"), or auto.',
-        "Weights that don't fit are streamed from their files; the pictures stay the same.",
-    )
-    group = parser.add_argument_group("memory budgets", "\n".join((*explained, *more)))
-    group.add_argument(
-        "--device-memory",
-        default="auto",
-        metavar="BUDGET",
-        help="of the device that computes, for weights and activations (auto: what is free, less a headroom)",
-    )
-    group.add_argument(
-        "--host-memory",
-        default="auto",
-        metavar="BUDGET",
-        help="of RAM, for weights on their way to the device, and for all weights where the CPU computes "
-        "(auto: what is free, less a headroom)",
-    )
-
-
-def add_preset_argument(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--preset", default="plain", metavar="NAME", help="numbers of a preset; budgets that are given win (plain)"
-    )
-
-
-def memory_settings(args: argparse.Namespace) -> OffloadSettings:
-    """Settings of the preset with the budgets that were given. Raises InputError for a preset phases don't have."""
-    from dataclasses import replace
-
-    from .presets import ENGINE, resolve_preset
-
-    preset = resolve_preset(args.preset)
-    if preset.route != ENGINE:
-        raise InputError(f"The preset {preset.name} is for enable_offload, not for phases; use one of a byte budget.")
-    budgets = {name: getattr(args, name) for name in ("device_memory", "host_memory")}
-    return replace(preset.settings(), **{name: value for name, value in budgets.items() if value != "auto"})
 
 
 # ------------------------------------------------------------------------------------------------- generate
@@ -238,7 +197,7 @@ def _run_demo(args: argparse.Namespace, terminal: Terminal) -> None:
         import offload_core
         from offload_core.demo import contact_sheet
 
-        handle = offload_core.load(demo_model(), device=args.device, settings=memory_settings(args))
+        handle = offload_core.load(demo.MODEL, device=args.device, settings=memory_settings(args))
         embeds = offload_core.encode(handle, captions, session=session)
         latents = offload_core.denoise(handle, embeds, seed=args.seed, session=session)
         images = offload_core.decode(handle, latents, output_type="pil", session=session)
@@ -257,14 +216,9 @@ def _run_demo(args: argparse.Namespace, terminal: Terminal) -> None:
     terminal.say(f"\nCaptions beside pictures: {sheet_file}")
 
 
-def demo_model() -> Path:
-    """Where the model that comes with the package is."""
-    return Path(__file__).parent / "demo" / "model"
-
-
 def _example_captions() -> list[str]:
     """The captions that the demo model's own defaults file suggests."""
-    return json.loads((demo_model() / "phase_offload.json").read_text("utf-8"))["example_prompts"]
+    return json.loads((demo.MODEL / "phase_offload.json").read_text("utf-8"))["example_prompts"]
 
 
 def _make_folder(folder: Path) -> bool:

@@ -70,6 +70,16 @@ def empty_cache(device: torch.device) -> None:
         _module_call(device, "empty_cache")
 
 
+def empty_pinned_cache() -> None:
+    """Gives pinned memory that torch keeps for reuse back to the system, where it can: its own function for that is
+    newer than the one under a private name (torch 2.7)."""
+    private = getattr(torch._C, "_accelerator_emptyHostCache", None) or getattr(torch._C, "_host_emptyCache", None)
+    empty = getattr(torch.accelerator, "empty_host_cache", None) or private
+    if empty is not None:
+        with contextlib.suppress(RuntimeError):
+            empty()
+
+
 def is_out_of_memory(error: BaseException | None) -> bool:
     """Whether an error means that memory ran out: some backends and the CPU's allocator raise a bare RuntimeError."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,21 +11,22 @@ from torch import nn
 
 from .streaming import StreamedWeight
 from .trace import Stretch, Trace, TracedWeight
+from .traced_values import tensors_in
 
-# Of one token of a transformer, in widths: its state twice, queries, keys, values and their result, and four widths of
-# the feed-forward layer twice. Real ones of the families here take 8 to 20 where a block is widest.
-WIDTHS_A_TOKEN = 16
+# Of one token of a transformer, in widths, at the peak: state, queries, keys, values, the feed-forward layer.
+WIDTHS_A_TOKEN = 24
 
 
 def estimated_trace(module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], reason: str) -> Trace:
     """What a call of a transformer may do: each of its weights once in the order of its modules, a product of each with
     every token, and activations of a stated number of widths a token.
 
-    args, kwargs: of the call; its largest tensor has the tokens (all dimensions but the last). reason: why it can't be
+    args, kwargs: of the call; the tensor with the most tokens counts. reason: why it can't be
     traced. The trace's `assumed` says that it is an estimate.
     """
     weights = dict.fromkeys(each._entry for each in module.parameters() if isinstance(each, StreamedWeight))
-    tokens = max((_tokens(value) for value in (*args, *kwargs.values())), default=1)
+    given = list(tensors_in((args, kwargs)))
+    tokens = max((_tokens(tensor, module) for tensor in given), default=1)
     width = max((min(weight.shape) for weight in module.parameters() if weight.ndim == 2), default=1)
     itemsize = max((entry.layout.dtype.itemsize for entry in weights), default=4)
     peak = WIDTHS_A_TOKEN * tokens * width * itemsize
@@ -34,22 +36,24 @@ def estimated_trace(module: nn.Module, args: Sequence[Any], kwargs: dict[str, An
     )
     named = tuple(TracedWeight(entry.name, entry.nbytes) for entry in weights)
     assumed = f"its figures are a rough estimate, because it can't be traced ({reason})"
-    return Trace(named, stretches, _largest(args, kwargs), assumed)
+    return Trace(named, stretches, max((tensor.nbytes for tensor in given), default=0), assumed)
 
 
 def _elements(entry: Any) -> int:
     return int(entry.nbytes // entry.layout.dtype.itemsize) if len(entry.layout.shape) > 1 else 0
 
 
-def _tokens(value: Any) -> int:
-    """Of a tensor of tokens or of a picture, whose last two dimensions are cells."""
-    if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.ndim < 2:
+def _tokens(tensor: torch.Tensor, module: nn.Module) -> int:
+    """Of a sequence (..., tokens, width), or of the cells of a picture or video, some of which are a token together."""
+    if not tensor.is_floating_point() or tensor.ndim < 2:
         return 1
-    return value.numel() // value.shape[1 if value.ndim > 3 else -1]
-
-
-def _largest(args: Sequence[Any], kwargs: dict[str, Any]) -> int:
-    return max((value.nbytes for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)), default=0)
+    if tensor.ndim == 2 or (tensor.ndim == 3 and tensor.shape[-1] > tensor.shape[0]):
+        return tensor.numel() // tensor.shape[-1]
+    config: Any = getattr(module, "config", None)
+    channels = getattr(config, "in_channels", None) or tensor.shape[1]
+    patch = getattr(config, "patch_size", 1) or 1
+    cells = math.prod(patch) if isinstance(patch, list | tuple) else patch**2
+    return max(tensor.numel() // (channels * cells), 1)
 
 
 def likely_result(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from . import demo
 from .devices import device_title, resolve_device
 from .known import KnownMachine, KnownModel, described_source, known_machine, known_model
 from .learnt import Learnt, corrected, dtype_of
@@ -33,7 +34,6 @@ DESKTOP_BYTES = 600 << 20
 ASSUMED_RAM = Memory(total=32 << 30, free=24 << 30, source="assumed")
 # A prompt of common length for a plan that is asked for without one.
 USUAL_PROMPT = "a lighthouse on a cliff at dusk, waves below it, warm light in its windows, oil on canvas"
-_DEMO = os.path.join(os.path.dirname(__file__), "demo", "model")
 
 
 @dataclass(frozen=True)
@@ -93,6 +93,8 @@ def foresee_job(
 
         call = {**defaults, **pipeline_kwargs}
         prompt = USUAL_PROMPT if prompt is None else prompt
+        usual = call.pop("negative_prompt", None)
+        negative_prompt = usual if negative_prompt is None else negative_prompt
 
         @functools.cache
         def traced() -> tuple[Iterable[PhaseTrace], ...]:
@@ -225,7 +227,7 @@ def _opened(
 
 
 def _name_of(folder: str) -> str:
-    return "the demo model" if os.path.realpath(folder) == os.path.realpath(_DEMO) else os.path.basename(folder)
+    return "the demo model" if os.path.realpath(folder) == os.path.realpath(demo.MODEL) else os.path.basename(folder)
 
 
 def _defaults(known: KnownModel) -> tuple[dict[str, Any], str]:

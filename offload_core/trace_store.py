@@ -136,7 +136,7 @@ def _key(asked: Any) -> str:
 def _own_code() -> str:
     """A mark of the code that makes traces and jobs."""
     root, mark = Path(__file__).parent, hashlib.sha256()
-    for file in sorted((root / "trace.py", root / "trace_blocks.py", Path(__file__), *root.glob("[ps]*/*.py"))):
+    for file in sorted((root / "trace.py", root / "trace_blocks.py", Path(__file__), *root.glob("[kps]*/*.py"))):
         mark.update(file.read_bytes())
     return mark.hexdigest()
 

@@ -261,7 +261,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         asked.append("arguments")
         parser.add_argument("--json", type=Path)
 
-    for name in ("offload", "foresight"):
+    for name in ("offload", "foresight", "seeds"):
         room = types.ModuleType(f"offload_core.bench.{name}")
         vars(room).update(
             add_arguments=add_arguments,
@@ -272,7 +272,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return asked
 
 
-@pytest.mark.parametrize("what", ["offload", "foresight"])
+@pytest.mark.parametrize("what", ["offload", "foresight", "seeds"])
 def test_bench_is_asked_for_its_options_and_run(what: str, bench: list[Any]):
     assert run("bench", what, "--json", "rows.json") == 0
     assert bench[-1] == (what, Path("rows.json"), False)
@@ -293,8 +293,8 @@ def test_other_commands_never_touch_the_benchmark(bench: list[Any], argv: tuple[
 def test_the_real_benchmark_has_a_help_page(capsys: Any):
     assert run("bench", "--help") == 0
     out = capsys.readouterr().out
-    assert "offload" in out and "foresight" in out
-    for what in ("offload", "foresight"):
+    assert all(what in out for what in ("offload", "foresight", "seeds"))
+    for what in ("offload", "foresight", "seeds"):
         assert run("bench", what, "--help") == 0
         out = capsys.readouterr().out
         assert "--json" in out and "--report" not in out

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from offload_core import cli
+from offload_core import cli, demo
 
 
 def command(*argv: str, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -31,7 +31,7 @@ def test_demo_shows_what_its_captions_say(tmp_path: Path):
     done = command("demo", "--report", "r.json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     folder = tmp_path / "phase-offload-demo"
-    captions = json.loads((cli.demo_model() / "phase_offload.json").read_text("utf-8"))["example_prompts"]
+    captions = json.loads((demo.MODEL / "phase_offload.json").read_text("utf-8"))["example_prompts"]
     pictures = sorted(folder.glob("[0-9]-*.png"))
     assert len(pictures) == len(captions) == 6
     for caption, picture in zip(captions, pictures, strict=True):
@@ -67,7 +67,7 @@ def test_demo_in_a_budget_below_its_weights_streams_them_and_draws_the_same(tmp_
 
 RUN_THAT_TELLS_ITS_FIRST_STEP = """
 import sys
-from offload_core import _console, cli
+from offload_core import _console, cli, demo
 
 draw = _console.ProgressBars.progress
 
@@ -77,7 +77,7 @@ def draw_and_tell(self, event):
         print("stepping", flush=True)
 
 _console.ProgressBars.progress = draw_and_tell
-model = str(cli.demo_model())
+model = str(demo.MODEL)
 argv = ["generate", "--model", model, "--prompt", "a red star on a blue background", "--steps", "900"]
 sys.exit(cli.main(argv))
 """

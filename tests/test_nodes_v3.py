@@ -10,6 +10,7 @@ import subprocess
 import sys
 import types
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,13 @@ import offload_core
 from offload_core.errors import InputError
 from offload_core.session import Progress
 from offload_core.settings import OffloadSettings
-from phase_offload_nodes.bodies import BODIES
+from phase_offload_nodes.catalog import NODES
 from phase_offload_nodes.local_host import LocalHost
 from phase_offload_nodes.results import NodeResult
-from phase_offload_nodes.schema import NODES
 from phase_offload_nodes.state import PackState
 
 ROOT = Path(__file__).parents[1]
+SCHEMAS = {name: node.schema for name, node in NODES.items()}
 
 
 class Interrupted(BaseException):
@@ -151,8 +152,8 @@ def classes(state: PackState) -> dict[str, Any]:
 
 def test_every_node_of_the_table_has_a_class_with_its_schema(io: Any, state: PackState) -> None:
     made = classes(state)
-    assert list(made) == list(NODES)
-    for node_id, node in NODES.items():
+    assert list(made) == list(SCHEMAS)
+    for node_id, node in SCHEMAS.items():
         schema = made[node_id].define_schema()
         assert schema.display_name == node.display_name
         assert [spec.id for spec in schema.inputs] == [spec.name for spec in node.inputs]
@@ -210,9 +211,9 @@ def test_inputs_that_came_later_are_optional_and_last(io: Any, state: PackState)
 
 
 def test_optional_inputs_have_their_schemas_default_in_the_body() -> None:
-    for node_id, body in BODIES.items():
-        parameters = inspect.signature(body).parameters
-        for spec in NODES[node_id].inputs:
+    for node in NODES.values():
+        parameters = inspect.signature(node.run).parameters
+        for spec in node.schema.inputs:
             default = parameters[spec.name].default
             assert default == (spec.default if spec.optional else inspect.Parameter.empty)
 
@@ -226,18 +227,17 @@ def test_only_load_has_a_fingerprint(io: Any, state: PackState) -> None:
 
 
 def test_bodies_take_exactly_the_inputs_of_their_schema() -> None:
-    assert set(BODIES) == set(NODES)
-    for node_id, body in BODIES.items():
-        parameters = list(inspect.signature(body).parameters.values())
-        assert [p.name for p in parameters[1:]] == [spec.name for spec in NODES[node_id].inputs]
+    for node in NODES.values():
+        parameters = list(inspect.signature(node.run).parameters.values())
+        assert [p.name for p in parameters[1:]] == [spec.name for spec in node.schema.inputs]
 
 
 def test_every_node_has_a_help_page() -> None:
     pages = {page.stem: page.read_text("utf-8") for page in (ROOT / "web" / "docs").glob("*.md")}
-    assert set(pages) == set(NODES)
+    assert set(pages) == set(SCHEMAS)
     for node_id, text in pages.items():
-        assert text.startswith(f"# {NODES[node_id].display_name}\n")
-        for spec in (*NODES[node_id].inputs, *NODES[node_id].outputs):
+        assert text.startswith(f"# {SCHEMAS[node_id].display_name}\n")
+        for spec in (*SCHEMAS[node_id].inputs, *SCHEMAS[node_id].outputs):
             assert f"**{spec.name}**" in text, (node_id, spec.name)
 
 
@@ -271,7 +271,8 @@ def test_a_picture_that_a_node_shows_becomes_a_file_of_the_host_beside_its_text(
 
     picture = torch.zeros(1, 4, 9, 3)
     shown = NodeResult(("table", picture), ui={"text": ["table"]}, shown=picture)
-    monkeypatch.setitem(BODIES, "PhaseOffloadPlanPreview", lambda call, **_: shown)
+    plan = replace(NODES["PhaseOffloadPlanPreview"], run=lambda call, **_: shown)
+    monkeypatch.setitem(NODES, "PhaseOffloadPlanPreview", plan)
     sys.modules["comfy_api.latest"].ui = types.SimpleNamespace(PreviewImage=PreviewImage)  # type: ignore[attr-defined]
     output = classes(state)["PhaseOffloadPlanPreview"].execute()
     assert output.args == ("table", picture)

@@ -119,13 +119,13 @@ def test_import_takes_a_moment_and_loads_no_model_library_and_none_to_draw(code:
 def test_pack_and_installed_engine_are_one_module(tmp_path: Path):
     compare = """
 import offload_core, phase_offload_nodes
-from offload_core.errors import InputError
-from phase_offload_nodes import bodies
+from offload_core.errors import OffloadError
+from phase_offload_nodes.catalog import load
 print(json.dumps({
     "engine": offload_core.__file__,
     "nodes": phase_offload_nodes.__file__,
-    "one class": bodies.InputError is InputError,
-    "copies": [name for name in sys.modules if name.endswith(("errors", "bodies")) and "offload" in name],
+    "one class": load.OffloadError is OffloadError,
+    "copies": [name for name in sys.modules if name.endswith(("errors", "catalog")) and "offload" in name],
     "nodes is free": "nodes" not in sys.modules,
 }))
 """
@@ -134,7 +134,7 @@ print(json.dumps({
         "engine": str(ROOT / "offload_core" / "__init__.py"),
         "nodes": str(ROOT / "nodes" / "__init__.py"),
         "one class": True,
-        "copies": ["offload_core.errors", "phase_offload_nodes.bodies"],
+        "copies": ["offload_core.errors", "phase_offload_nodes.catalog"],
         "nodes is free": True,
     }
 

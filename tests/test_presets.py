@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from offload_core.cli import main, memory_settings
+from offload_core._memory_options import memory_settings
+from offload_core.cli import main
 from offload_core.ddo import (
     DynamicOffloadConfig,
     DynamicOffloadSettings,

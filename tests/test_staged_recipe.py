@@ -24,7 +24,7 @@ from offload_core import (
     from_pretrained_with_dynamic_offload,
     maybe_purge_windows_standby_cache,
 )
-from offload_core.cli import demo_model
+from offload_core.demo import MODEL
 from offload_core.errors import ColdWeightError, InputError
 from offload_core.streaming import is_streamed
 from offload_core.tiny_models.running import align
@@ -176,8 +176,8 @@ def test_the_staged_recipe_equals_the_whole_pipeline(name: str):
 
 def test_the_staged_recipe_equals_the_whole_demo_model():
     call = {"prompt": "a red circle", "height": 64, "width": 64, "num_inference_steps": 2, "max_sequence_length": 48}
-    twin, _ = one_shot(demo_model(), dtype=torch.bfloat16, seed=SEED, **call)
-    picture, read = staged(demo_model(), FLUX, call, torch.bfloat16)
+    twin, _ = one_shot(MODEL, dtype=torch.bfloat16, seed=SEED, **call)
+    picture, read = staged(MODEL, FLUX, call, torch.bfloat16)
     assert torch.equal(picture, twin) and read > 0
 
 

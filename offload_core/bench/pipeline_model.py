@@ -67,9 +67,9 @@ def _build(spec: PipelineSpec) -> Any:
     from diffusers import AutoencoderKL, FluxPipeline, FluxTransformer2DModel
     from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
 
-    from ..cli import demo_model
+    from ..demo import MODEL
 
-    demo = FluxPipeline.from_pretrained(demo_model())
+    demo = FluxPipeline.from_pretrained(MODEL)
     before, random = torch.get_default_dtype(), torch.get_rng_state()
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import functools
+import hashlib
 import json
 import tempfile
 from collections.abc import Iterator
@@ -124,7 +125,9 @@ def described_source(model: KnownModel) -> Iterator[ModelSource]:
         root = Path(folder)
         components = {name: _component(root / name, name, part, model) for name, part in model.components.items()}
         options = {name: value for name, value in model.options.items() if value is not None}
-        yield ModelSource(root, model.pipeline, components, options, fingerprint=f"described {model.name}")
+        content = json.dumps([model.pipeline, model.dtype, model.options, model.components], sort_keys=True)
+        fingerprint = f"described {hashlib.sha256(content.encode()).hexdigest()}"
+        yield ModelSource(root, model.pipeline, components, options, fingerprint=fingerprint)
 
 
 def _component(folder: Path, name: str, part: dict[str, Any], model: KnownModel) -> ComponentSource:

@@ -58,8 +58,7 @@ class Component:
         self.source, self.dtype, self.memory = source, dtype, memory
         self.module = _skeleton(source, dtype, memory.device)
         self.dtypes = parameter_dtypes(self.module, source.library, names_of(self.module), dtype)
-        make_cold(self.module, source.name, memory.device, dtype, buffers=False)
-        _read_small_buffers(self.module, source, dtype, memory.device)
+        _take_weights(self.module, source, dtype, memory.device)
         self.managed: Managed | None = None
         self.skip: tuple[str, ...] = ()
         self.recast: torch.dtype | None = None
@@ -184,9 +183,14 @@ def _skeleton(source: ComponentSource, dtype: torch.dtype, device: torch.device)
 def stand_in(source: ComponentSource, dtype: torch.dtype, device: torch.device) -> nn.Module:
     """A component that has its class, its config and its small buffers, and weights that raise ColdWeightError."""
     module = _skeleton(source, dtype, device)
-    make_cold(module, source.name, device, dtype, buffers=False)
-    _read_small_buffers(module, source, dtype, device)
+    _take_weights(module, source, dtype, device)
     return module
+
+
+def _take_weights(skeleton: nn.Module, source: ComponentSource, dtype: torch.dtype, device: torch.device) -> None:
+    """Makes a skeleton's parameters cold ones and its small buffers those of the files."""
+    make_cold(skeleton, source.name, device, dtype, buffers=False)
+    _read_small_buffers(skeleton, source, dtype, device)
 
 
 def _from_config(cls: Any, source: ComponentSource, dtype: torch.dtype) -> nn.Module:

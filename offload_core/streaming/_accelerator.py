@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from ..devices import empty_pinned_cache
 from ..errors import BudgetError
 from ..file_reader import ReadBuffer, ReadStopped
 from ..ledger import Ledger, Reservation
@@ -119,7 +120,7 @@ class AcceleratorCopies:
 
     def trim(self) -> None:
         self._pinned.trim()
-        _empty_host_cache()
+        empty_pinned_cache()
 
     def drain(self) -> None:
         self._stream.synchronize()
@@ -131,7 +132,7 @@ class AcceleratorCopies:
         self._cast_buffer = None
         if self._cast_reservation is not None:
             self._cast_reservation.release()
-        _empty_host_cache()
+        empty_pinned_cache()
 
     # --- the three ways of a weight --------------------------------------------------------------------------------
 
@@ -190,13 +191,6 @@ class AcceleratorCopies:
                 raw.copy_(piece, non_blocking=True)
                 start, count = (position + offset) // stored.itemsize, piece.numel() // stored.itemsize
                 hot[start : start + count].copy_(cast(raw.view(stored), entry.casts))
-
-
-def _empty_host_cache() -> None:
-    """The allocator of pinned memory keeps what it gets back."""
-    empty = getattr(torch.accelerator, "empty_host_cache", None)
-    if empty is not None:
-        empty()
 
 
 def _cast_on_host(entry: Entry, master: Master) -> bool:

@@ -1,0 +1,15 @@
+"""The nodes, one module each: what it looks like, and beside it the function that it runs.
+
+The functions know the engine and nothing of ComfyUI. No weights pass through them: a handle, embeds, latents and
+pictures are all that they ever hold.
+"""
+
+from __future__ import annotations
+
+from ..schema import Node
+from . import denoise, encode_prompt, load, plan_preview, purge_cache, vae_decode
+
+# In the order in which a host lists them.
+_MODULES = (load, encode_prompt, denoise, vae_decode, plan_preview, purge_cache)
+
+NODES: dict[str, Node] = {module.NODE.schema.id: module.NODE for module in _MODULES}

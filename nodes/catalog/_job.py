@@ -1,0 +1,71 @@
+"""What Denoise Phase is asked for, and Plan Preview about: inputs, and the arguments of the pipeline they stand for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from offload_core.errors import InputError
+
+from ..schema import Input
+
+MODEL_DEFAULT = 0  # steps, width, height: the model's own default
+GUIDANCE_DEFAULT = -1.0  # guidance: the model's own default
+
+JOB = (
+    Input(
+        "steps",
+        "INT",
+        "Denoising steps. 0: the model's own default.",
+        default=MODEL_DEFAULT,
+        min=0,
+        max=1000,
+    ),
+    Input(
+        "guidance",
+        "FLOAT",
+        "How closely to follow the prompt. -1: the model's own default. It sets true_cfg_scale for models that "
+        "have it, else guidance_scale.",
+        default=GUIDANCE_DEFAULT,
+        min=-1.0,
+        max=100.0,
+        step=0.1,
+    ),
+    Input(
+        "width",
+        "INT",
+        "Width in pixels. 0: the model's own default.",
+        default=MODEL_DEFAULT,
+        min=0,
+        max=16384,
+        step=8,
+    ),
+    Input(
+        "height",
+        "INT",
+        "Height in pixels. 0: the model's own default.",
+        default=MODEL_DEFAULT,
+        min=0,
+        max=16384,
+        step=8,
+    ),
+    Input("batch", "INT", "Pictures made at once. Memory grows with each.", default=1, min=1, max=64),
+)
+
+
+def pipeline_options(
+    model: Any, *, steps: int, guidance: float, width: int, height: int, batch: int
+) -> tuple[dict[str, Any], list[str]]:
+    """Keyword arguments of the pipeline, without those left to its defaults; and what couldn't be honoured."""
+    options: dict[str, Any] = {"num_inference_steps": steps, "width": width, "height": height}
+    options = {name: value for name, value in options.items() if value != MODEL_DEFAULT}
+    notes = []
+    if guidance >= 0:
+        if model.guidance_name is None:
+            notes.append(f"This model has no guidance: {guidance:g} was not used.")
+        else:
+            options[model.guidance_name] = guidance
+    if batch > 1:
+        if model.images_name is None:
+            raise InputError(f"This model makes one picture at a time: set batch to 1 instead of {batch}.")
+        options[model.images_name] = batch
+    return options, notes

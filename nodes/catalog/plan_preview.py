@@ -1,0 +1,69 @@
+"""Plan Preview."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import offload_core
+
+from ..pictures import picture_as_image
+from ..results import NodeResult
+from ..schema import MODEL, Input, Node, NodeSchema, Output
+from ._job import JOB, pipeline_options
+
+if TYPE_CHECKING:
+    from ..calls import NodeCall
+
+SCHEMA = NodeSchema(
+    id="PhaseOffloadPlanPreview",
+    display_name="Plan Preview",
+    description=(
+        "Says what a job will take, phase by phase, before anything is loaded: whether it fits, its peak of memory, "
+        "what is streamed, and how long it takes. Shows a table and a chart of memory over time."
+    ),
+    inputs=(
+        MODEL,
+        Input(
+            "prompt",
+            "STRING",
+            "The prompt of the job; its length can matter. Empty: one of common length.",
+            default="",
+            multiline=True,
+        ),
+        *JOB,
+    ),
+    outputs=(
+        Output("report", "STRING", "The plan as a table, with its reasons."),
+        Output("chart", "IMAGE", "The memory of the device over time, phase by phase, as a picture of 1800 x 800."),
+    ),
+    search_aliases=("predict", "estimate", "vram", "memory", "will it fit", "plan", "offload"),
+    is_output=True,
+)
+
+
+def plan_preview(
+    call: NodeCall, *, model: Any, prompt: str, steps: int, guidance: float, width: int, height: int, batch: int
+) -> NodeResult:
+    """PhaseOffloadPlanPreview: what the job will take, as a table and as a chart. Reads configs and headers only."""
+    from offload_core.plan_chart import plan_picture
+    from offload_core.plan_table import plan_line, plan_table
+
+    options, notes = pipeline_options(model, steps=steps, guidance=guidance, width=width, height=height, batch=batch)
+    found = offload_core.foresee_job(
+        model.model,
+        prompt or None,
+        settings=replace(model.settings, execution_device=model.device),
+        dtype=model.dtype,
+        loras=model.loras,
+        session=call.session,
+        **options,
+    )
+    table = "\n".join((plan_table(found), *notes))
+    call.observer.status("\n".join((plan_line(found.plan), *found.plan.hints, *notes)))
+    chart = picture_as_image(plan_picture(found))
+    values = (table, chart.to(**call.state.host.image_placement()))
+    return NodeResult(values, ui={"text": [table]}, shown=chart)
+
+
+NODE = Node(SCHEMA, plan_preview)
