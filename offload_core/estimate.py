@@ -13,7 +13,8 @@ from .streaming import StreamedWeight
 from .trace import Stretch, Trace, TracedWeight
 from .traced_values import tensors_in
 
-# Of one token of a transformer, in widths, at the peak: state, queries, keys, values, the feed-forward layer.
+# Of one token of a transformer, in widths, at the peak: state, queries, keys, values, the feed-forward layer. Ten known
+# models take 12 (PixArt, Chroma) to 24 (FLUX.2 klein), by their traces.
 WIDTHS_A_TOKEN = 24
 
 
@@ -51,7 +52,7 @@ def _tokens(tensor: torch.Tensor, module: nn.Module) -> int:
         return tensor.numel() // tensor.shape[-1]
     config: Any = getattr(module, "config", None)
     channels = getattr(config, "in_channels", None) or tensor.shape[1]
-    patch = getattr(config, "patch_size", 1) or 1
+    patch = getattr(config, "patch_size", None) or min(getattr(config, "all_patch_size", ()), default=1)
     cells = math.prod(patch) if isinstance(patch, list | tuple) else patch**2
     return max(tensor.numel() // (channels * cells), 1)
 

@@ -11,7 +11,9 @@ from PIL import Image
 
 import offload_core as po
 from offload_core.cli import main
+from offload_core.errors import TraceError
 from offload_core.foresight import foresee_job
+from offload_core.known import known_models
 from offload_core.plan import Rates
 from offload_core.settings import OffloadSettings
 from staging import job, tiny_model, words
@@ -80,6 +82,31 @@ def test_a_known_model_on_a_known_card_is_answered_without_a_file_of_either(
     assert code == 0
     assert "streams" in out  # its text encoder is larger than the card
     assert "NVIDIA GeForce RTX 4060" in out and "not measured" in out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", known_models())
+def test_every_known_model_can_be_planned(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = plan("--model", name, "--hardware", "rtx4090", "--steps", "2", capsys=capsys)
+    if name == "qwen-image-edit":  # its processor looks at the picture, and comes with the model
+        assert code == 4 and "processor" in err
+    else:
+        assert code in (0, 3) and [line.split()[0] for line in out.splitlines()[2:6]][:2] == ["encode", "denoise"]
+
+
+def test_a_negative_prompt_replaces_the_models_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Qwen-Image's usual negative prompt met the caller's, given twice to the trace."""
+    asked: list[str | None] = []
+
+    def foresee(handle: Any, prompt: str, negative: str | None, **_: Any) -> Any:
+        asked.append(negative)
+        raise TraceError("seen")
+
+    monkeypatch.setattr("offload_core.phases.foresee", foresee)
+    for negative in (None, "blurry"):
+        with pytest.raises(TraceError, match="seen"):
+            foresee_job("qwen-image", "a cat", negative, hardware="rtx4090")
+    assert asked == [" ", "blurry"]
 
 
 @pytest.mark.parametrize(
