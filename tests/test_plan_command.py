@@ -89,9 +89,10 @@ def test_a_known_model_on_a_known_card_is_answered_without_a_file_of_either(
 def test_every_known_model_can_be_planned(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = plan("--model", name, "--hardware", "rtx4090", "--steps", "2", capsys=capsys)
     if name == "qwen-image-edit":  # its processor looks at the picture, and comes with the model
-        assert code == 4 and "processor" in err
+        assert code == 2 and "processor" in err
     else:
-        assert code in (0, 3) and [line.split()[0] for line in out.splitlines()[2:6]][:2] == ["encode", "denoise"]
+        rows = [line.split()[0] for line in out.splitlines() if line]
+        assert code in (0, 3) and {"encode", "denoise", "decode"} <= set(rows)
 
 
 def test_a_negative_prompt_replaces_the_models_own(monkeypatch: pytest.MonkeyPatch) -> None:
