@@ -81,7 +81,12 @@ def finish(terminal: Terminal, report: Any, report_file: Path | None, written: S
 
 
 def _generate_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", required=True, metavar="DIR", help="model folder (it has a model_index.json)")
+    parser.add_argument(
+        "--model",
+        required=True,
+        metavar="DIR",
+        help="model folder (it has a model_index.json or a modular_model_index.json)",
+    )
     parser.add_argument("--prompt", required=True, metavar="TEXT", help="what the picture should show")
     parser.add_argument("--negative-prompt", metavar="TEXT", help="what it should not show")
     parser.add_argument("--width", type=int, metavar="PIXELS", help="default: the model's own")
@@ -114,7 +119,7 @@ def _generate(args: argparse.Namespace, terminal: Terminal) -> None:
 
         settings = memory_settings(args)
         handle = offload_core.load(args.model, device=args.device, dtype=args.dtype, settings=settings)
-        video = handle.images_name == "num_videos_per_prompt"
+        video = handle.makes_video
         files.check_picture_file(args.output, video=video)
         options = _denoise_options(args, handle)
         offload_core.check_denoise(handle, seed=args.seed, **options)
@@ -149,7 +154,7 @@ def _denoise_options(args: argparse.Namespace, handle: Any) -> dict[str, Any]:
             raise InputError("This model has no guidance; leave --guidance-scale out.")
         options[handle.guidance_name] = args.guidance_scale
     if args.frames is not None:
-        if handle.images_name != "num_videos_per_prompt":
+        if not handle.makes_video:
             raise InputError("This model makes pictures, not videos; leave --frames out.")
         options["num_frames"] = args.frames
     if args.num_images != 1:

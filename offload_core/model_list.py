@@ -1,4 +1,4 @@
-"""The model folders below some roots, and the one that a name means. Looks for `model_index.json`, opens nothing."""
+"""The model folders below some roots, and the one that a name means. Looks for their indexes, opens nothing."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from .model_folder import plain_parts
 MAX_DEPTH = 6
 MAX_ENTRIES_PER_FOLDER = 2_000  # a folder with more holds pictures, not models
 MAX_FOLDERS = 20_000
+_INDEXES = ("model_index.json", "modular_model_index.json")
 _SKIPPED = {"blobs", "refs", "node_modules", "__pycache__"}
 
 Roots = Iterable[str | os.PathLike[str]]
@@ -115,11 +116,11 @@ def _models_below(root: Path) -> dict[str, Path]:
 
 
 def _list_folder(folder: Path) -> tuple[bool, list[str], list[str]] | None:
-    """(holds model_index.json, plain folders, linked folders), or None if the folder can't or needn't be searched."""
+    """(holds an index, plain folders, linked folders), or None if the folder can't or needn't be searched."""
     folders: list[str] = []
     links: list[str] = []
     try:
-        if (folder / "model_index.json").is_file():
+        if any((folder / index).is_file() for index in _INDEXES):
             return True, [], []
         with os.scandir(folder) as entries:
             for count, entry in enumerate(entries):

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from .block_classes import blocks_class, stages
 from .checkpoint import DTYPES, Header, show
 from .errors import ModelError
 from .library_classes import TRUST_ADVICE, is_allowed_library, library_class
@@ -36,6 +37,7 @@ __all__ = [
 ]
 
 DEFAULTS_FILE = "phase_offload.json"
+INDEX = "model_index.json"
 MODULAR_INDEX = "modular_model_index.json"
 
 # Classes that have no weights of their own; everything else with a config.json is a model.
@@ -62,7 +64,8 @@ class ComponentSource:
 
     config: its config.json, else its scheduler, processor or tokenizer config, None without any. weight_files: in order
     of name, none for tokenizers, schedulers and processors. weight_bytes, tensors: sums over them. dtype: torch's name
-    of the dtype that holds most bytes. variant: what `from_pretrained(variant=...)` needs, e.g. "fp16".
+    of the dtype that holds most bytes. variant: what `from_pretrained(variant=...)` needs, e.g. "fp16". stage: in a
+    model made of blocks, where they list it ("before", "denoise" or "after", see `block_classes.stages`).
     """
 
     name: str
@@ -75,6 +78,7 @@ class ComponentSource:
     dtype: str | None = None
     tensors: int = 0
     variant: str | None = None
+    stage: str | None = None
 
     @property
     def has_weights(self) -> bool:
@@ -87,7 +91,9 @@ class ModelSource:
 
     components: by name, in the order of model_index.json, without those that are null. options: its other entries, e.g.
     boundary_ratio. fingerprint: sha256 hex over names, sizes, times, headers of weights and content of configs.
-    defaults: phase_offload.json. notes: sentences worth telling, e.g. that a variant was left aside.
+    defaults: phase_offload.json. notes: sentences worth telling, e.g. that a variant was left aside. blocks: the class
+    of the blocks that a model of Modular Diffusers is made of, None for others. elsewhere: (name, place) of components
+    that its index looks for in other places, and that aren't in the folder.
     """
 
     root: Path
@@ -98,6 +104,8 @@ class ModelSource:
     defaults: dict[str, Any] = field(default_factory=dict, repr=False)
     notes: tuple[str, ...] = field(default=(), repr=False)
     stamps: tuple[tuple[str, int, int], ...] = field(default=(), repr=False)  # (path below root, bytes, mtime_ns)
+    blocks: str | None = None
+    elsewhere: tuple[tuple[str, str], ...] = field(default=(), repr=False)
 
     def __hash__(self) -> int:
         return hash((self.root, self.fingerprint))
@@ -121,39 +129,28 @@ class ModelSource:
 def resolve_model(model: str | os.PathLike[str]) -> ModelSource:
     """Reads and checks a diffusers model folder without reading a weight. Nothing is downloaded.
 
-    Raises ModelError, one sentence with what to do, for a folder that is missing, incomplete, damaged, ambiguous, or
-    that wants pickle, code, or a file outside itself.
+    A folder with a model_index.json is a pipeline, also if it has a modular_model_index.json; one with only the latter
+    is made of blocks. Raises ModelError, one sentence with what to do, for a folder that is missing, incomplete,
+    damaged, ambiguous, or that wants pickle, code, or a file outside itself.
     """
     folder = ModelFolder(_existing_folder(model))
-    index_path = folder.root / "model_index.json"
-    index = folder.read_json(index_path)
-    class_name = index.get("_class_name")
-    _check_pipeline(folder, index_path, class_name, index.get("_diffusers_version"))
-    components: dict[str, ComponentSource] = {}
-    options: dict[str, Any] = {}
     record = _Record(folder)
-    record.add_content(index_path)
-    for name, value in index.items():
-        if name.startswith("_"):
-            continue
-        if not _is_component(value):
-            options[name] = value
-        elif value[0] is not None:
-            components[name] = _read_component(folder, index_path, name, value, record)
-    for component in components.values():
+    if os.path.lexists(folder.root / INDEX):
+        source = _read_pipeline(folder, record)
+    else:
+        source = _read_blocks(folder, record)
+    for component in source.components.values():
         component_class(component)
-    if not components:
-        raise folder.error(index_path, "names no component", _AGAIN)
+    if not source.components:
+        index = INDEX if source.blocks is None else MODULAR_INDEX
+        raise folder.error(folder.root / index, "names no component", _AGAIN)
     defaults_path = folder.root / DEFAULTS_FILE
     defaults = {}
     if os.path.lexists(defaults_path):
         defaults = folder.read_json(defaults_path, encoding="utf-8-sig")
         record.add_content(defaults_path)
-    return ModelSource(
-        root=folder.root,
-        pipeline_class=str(class_name),
-        components=components,
-        options=options,
+    return replace(
+        source,
         fingerprint=record.digest(),
         defaults=defaults,
         notes=tuple(record.notes),
@@ -170,22 +167,71 @@ def resolve_components(model: str | os.PathLike[str]) -> dict[str, ComponentSour
     if not os.path.lexists(Path(model).expanduser() / MODULAR_INDEX):
         return resolve_model(model).components
     folder = ModelFolder(Path(model).expanduser())
-    index_path = folder.root / MODULAR_INDEX
-    record, components = _Record(folder), {}
-    for name, value in folder.read_json(index_path).items():
-        spec = value[2] if isinstance(value, list) and len(value) == 3 else None
-        if not isinstance(spec, dict) or "type_hint" not in spec:
+    components, _ = _read_listed(folder, folder.read_json(folder.root / MODULAR_INDEX), _Record(folder))
+    for component in components.values():
+        component_class(component)
+    return components
+
+
+def _read_pipeline(folder: ModelFolder, record: _Record) -> ModelSource:
+    """What model_index.json names."""
+    index_path = folder.root / INDEX
+    index = folder.read_json(index_path)
+    class_name = index.get("_class_name")
+    _check_pipeline(folder, index_path, class_name, index.get("_diffusers_version"), "DiffusionPipeline")
+    components: dict[str, ComponentSource] = {}
+    options: dict[str, Any] = {}
+    record.add_content(index_path)
+    for name, value in index.items():
+        if name.startswith("_"):
             continue
-        place = spec.get("subfolder") or name
+        if not _is_component(value):
+            options[name] = value
+        elif value[0] is not None:
+            components[name] = _read_component(folder, index_path, name, value, record)
+    return ModelSource(folder.root, str(class_name), components, options, "")
+
+
+def _read_blocks(folder: ModelFolder, record: _Record) -> ModelSource:
+    """What modular_model_index.json names, and where its blocks list it."""
+    index_path, code_path = folder.root / MODULAR_INDEX, folder.root / "modular_config.json"
+    index = folder.read_json(index_path)
+    class_name = index.get("_class_name")
+    _check_pipeline(folder, index_path, class_name, index.get("_diffusers_version"), "ModularPipeline")
+    if os.path.lexists(code_path):
+        _refuse_code(folder, code_path, folder.read_json(code_path))
+    who = f"The model {show(folder.name)}"
+    blocks: Any = blocks_class(str(class_name), index.get("_blocks_class_name"), who)
+    record.add_content(index_path)
+    components, elsewhere = _read_listed(folder, index, record)
+    listed = stages(blocks())
+    components = {name: replace(part, stage=listed[name]) for name, part in components.items() if name in listed}
+    options = {name: value for name, value in index.items() if not name.startswith("_") and not _is_listed(value)}
+    missing = tuple((name, place) for name, place in elsewhere.items() if name in listed)
+    return ModelSource(folder.root, str(class_name), components, options, "", blocks=blocks.__name__, elsewhere=missing)
+
+
+def _read_listed(
+    folder: ModelFolder, index: dict[str, Any], record: _Record
+) -> tuple[dict[str, ComponentSource], dict[str, str]]:
+    """The components of modular_model_index.json that have a folder here, and where those are looked for that have
+    none."""
+    index_path = folder.root / MODULAR_INDEX
+    components: dict[str, ComponentSource] = {}
+    elsewhere: dict[str, str] = {}
+    for name, value in index.items():
+        if not _is_listed(value):
+            continue
+        spec = value[2]
+        place, kind = spec.get("subfolder") or name, spec["type_hint"]
         if plain_parts(str(place)) != [place]:
             what = f"names the folder {show(place)} of {show(name)}, which is no plain folder name"
             raise folder.error(index_path, what, "Get the model from a source that you trust.")
         if (folder.root / place).is_dir():
-            found = _read_component(folder, index_path, place, spec["type_hint"], record)
-            components[name] = replace(found, name=name)
-    for component in components.values():
-        component_class(component)
-    return components
+            components[name] = replace(_read_component(folder, index_path, place, kind, record), name=name)
+        elif spec.get("pretrained_model_name_or_path"):
+            elsewhere[name] = str(spec["pretrained_model_name_or_path"])
+    return components, elsewhere
 
 
 def component_class(component: ComponentSource) -> type:
@@ -225,14 +271,14 @@ class _Record:
 
 
 def _existing_folder(model: str | os.PathLike[str]) -> Path:
-    """The folder that holds model_index.json, or an error that says what is there instead."""
+    """The folder that holds an index, or an error that says what is there instead."""
     text = os.fspath(model)
     if not text.strip() or "\0" in text:
         raise ModelError(f"{show(text)} names no model folder. Give the path of a diffusers model folder.")
     try:
         path = Path(text).expanduser()
         if path.is_dir():
-            if os.path.lexists(path / "model_index.json"):
+            if any(os.path.lexists(path / index) for index in (INDEX, MODULAR_INDEX)):
                 return path
             raise ModelError(_not_a_model(path))
         if path.exists():
@@ -261,8 +307,6 @@ def _not_a_model(path: Path) -> str:
     inner = list_models([path])
     if not names:
         return f"{show(path.name)} is an empty folder. Put a diffusers model there, or give another folder."
-    if MODULAR_INDEX in names:
-        return f"{start} but a {MODULAR_INDEX}. Run it block by block with offload_core.modular.open_block."
     if inner:
         shown = " or ".join(show(name) for name in list(inner)[:3])
         return f"{start}, but holds models. Give one of them: {shown}."
@@ -275,15 +319,21 @@ def _not_a_model(path: Path) -> str:
     return f"{start} (it holds {shown}). Give the folder that model_index.json lies in."
 
 
-def _check_pipeline(folder: ModelFolder, index_path: Path, class_name: Any, saved_by: Any) -> None:
+def _check_pipeline(folder: ModelFolder, index_path: Path, class_name: Any, saved_by: Any, base: str) -> None:
     if isinstance(class_name, list):
         raise folder.error(index_path, f"asks for a pipeline class of its own, {show(class_name)}", TRUST_ADVICE)
     if not isinstance(class_name, str) or not class_name:
         raise folder.error(index_path, "doesn't name a pipeline class (_class_name)", _AGAIN)
     version = f", saved by diffusers {saved_by[:20]}," if isinstance(saved_by, str) else ""
     found = library_class("diffusers", class_name, f"The model {show(folder.name)}{version}")
-    if not issubclass(found, library_class("diffusers", "DiffusionPipeline", "The engine")):
+    if not issubclass(found, library_class("diffusers", base, "The engine")):
         raise folder.error(index_path, f"names {show(class_name)} as its pipeline, which is no pipeline", _AGAIN)
+
+
+def _is_listed(value: Any) -> bool:
+    """Whether an entry of modular_model_index.json is a component."""
+    spec = value[2] if isinstance(value, list) and len(value) == 3 else None
+    return isinstance(spec, dict) and _is_component(spec.get("type_hint"))
 
 
 def _is_component(value: Any) -> bool:

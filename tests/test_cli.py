@@ -30,7 +30,7 @@ class FakeEngine:
     """Stands in for load, encode, denoise and decode; keeps what it was asked for."""
 
     def __init__(self, images_name: str | None = "num_images_per_prompt") -> None:
-        self.handle = SimpleNamespace(guidance_name="guidance_scale", images_name=images_name)
+        self.handle = SimpleNamespace(guidance_name="guidance_scale", images_name=images_name, makes_video=False)
         self.asked: dict[str, Any] = {}
         self.error: BaseException | None = None
         self.frames = 0
@@ -151,7 +151,7 @@ def test_progress_goes_to_stderr_and_results_to_stdout(engine: FakeEngine, capsy
 
 
 def test_a_video_is_written_as_one_animation(engine: FakeEngine):
-    engine.handle.images_name, engine.frames = "num_videos_per_prompt", 5
+    engine.handle.makes_video, engine.frames = True, 5
     assert run(*GENERATE, "--output", "v.gif", "--frames", "5") == 0
     assert engine.asked["denoise"]["num_frames"] == 5
     assert Image.open("v.gif").n_frames == 5
@@ -344,7 +344,9 @@ def denoise(handle, embeds, *, session, **options):
             pass  # as a finalizer or a callback would
         session.observer.check_interrupt()
 
-offload_core.load = lambda model, **options: SimpleNamespace(guidance_name=None, images_name=None)
+offload_core.load = lambda model, **options: SimpleNamespace(
+    guidance_name=None, images_name=None, makes_video=False
+)
 offload_core.check_denoise = lambda *positional, **options: None
 offload_core.encode = lambda *positional, **options: None
 offload_core.denoise = denoise

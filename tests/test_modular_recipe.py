@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import json
 import logging
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ import pytest
 import torch
 from diffusers import ClassifierFreeGuidance, ModularPipeline
 
+from modular_models import SEED, as_blocks, guiders, picture, run, seeded, tiny_anima, whole
 from offload_core import (
     OffloadSettings,
     config_only,
@@ -30,16 +30,10 @@ from offload_core import (
     open_block,
 )
 from offload_core.errors import BudgetError, ColdWeightError, InputError, ModelError
-from offload_core.known._tokenizers import qwen_tokenizer, t5_tokenizer
 from offload_core.streaming import is_streamed
-from offload_core.tiny_models import autoencoders, text_encoders
-from offload_core.tiny_models.autoencoders import LATENT_CHANNELS
 from offload_core.tiny_models.pictures import picture as image
-from offload_core.tiny_models.running import align
-from offload_core.tiny_models.weights import denoiser, with_weights
 from staging import FAMILIES, one_shot, tiny_model
 
-SEED = 3
 # Everything but the smallest weights is streamed.
 SETTINGS = OffloadSettings(execution_device="cpu", resident_memory=0, resident_below=1024)
 # Scale of the guider in the place of the classic call's scale; None where the family has no guider.
@@ -59,25 +53,6 @@ def call_of(name: str, *, guided: bool) -> dict[str, Any]:
     for key in ("guidance_scale", "true_cfg_scale"):
         call.pop(key, None)
     return call
-
-
-def guiders(pipe: Any, scale: float | None) -> dict[str, Any]:
-    return {n: ClassifierFreeGuidance(scale) for n in pipe.component_names if n.startswith("guider")}
-
-
-def seeded() -> torch.Generator:
-    return torch.Generator("cpu").manual_seed(SEED)
-
-
-def run(pipe: Any, call: dict[str, Any], state: Any = None) -> Any:
-    """Gives a pipeline those arguments that it takes."""
-    given = {"generator": seeded(), "output_type": "pt", **call}
-    pipe.set_progress_bar_config(disable=True)
-    return pipe(state=state, **{key: value for key, value in given.items() if key in pipe.blocks.input_names})
-
-
-def picture(state: Any) -> torch.Tensor:
-    return torch.as_tensor(state.get("images") if state.get("images") is not None else state.get("videos")).float()
 
 
 TEXT_TO_IMAGE = ("text_encoder", "denoise", "decode")
@@ -110,17 +85,6 @@ def by_hand(model: Path, call: dict[str, Any], scale: float | None) -> torch.Ten
         assert any(result.report().read_bytes for result in results.values())
         del results, pipe
     return picture(state)
-
-
-def whole(model: Path, call: dict[str, Any], scale: float | None) -> torch.Tensor:
-    """The modular pipeline in one piece, resident."""
-    pipe = ModularPipeline.from_pretrained(str(model))
-    pipe.load_components([name for name in pipe.component_names if (model / name).is_dir()])
-    for component in pipe.components.values():
-        if isinstance(component, torch.nn.Module):
-            align(component)
-    pipe.update_components(**guiders(pipe, scale))
-    return picture(run(pipe, call))
 
 
 @functools.cache
@@ -165,12 +129,7 @@ def test_all_blocks_in_their_order_make_a_picture_of_a_picture() -> None:
 
 
 def test_a_folder_with_only_a_modular_index_is_run_by_its_blocks(tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    shutil.copytree(tiny_model("flux"), model)
-    ModularPipeline.from_pretrained(str(model)).save_config(model)
-    index = model / "modular_model_index.json"  # a download of a hub's model names the hub
-    index.write_text(index.read_text().replace(str(model), "somebody/some-model"))
-    (model / "model_index.json").unlink()
+    model = as_blocks("flux", tmp_path / "model")
     assert modular_blocks(model) == {
         "text_encoder": ("text_encoder", "text_encoder_2"),
         "vae_encoder": ("vae",),
@@ -180,46 +139,9 @@ def test_a_folder_with_only_a_modular_index_is_run_by_its_blocks(tmp_path: Path)
     assert torch.equal(block_by_block(model, call_of("flux", guided=False), None), classic("flux", guided=False))
 
 
-def tiny_anima(folder: Path) -> Path:
-    """A family that diffusers has as blocks only: Qwen3, a text conditioner, a Cosmos transformer, Qwen-Image's VAE."""
-    tokenizer = qwen_tokenizer()
-    transformer = diffusers.CosmosTransformer3DModel(
-        in_channels=LATENT_CHANNELS,
-        out_channels=LATENT_CHANNELS,
-        num_attention_heads=2,
-        attention_head_dim=16,
-        num_layers=2,
-        text_embed_dim=32,
-        adaln_lora_dim=8,
-        max_size=(8, 32, 32),
-        concat_padding_mask=False,  # it needs torchvision
-        extra_pos_embed_type=None,
-    )
-    conditioner = diffusers.AnimaTextConditioner(
-        source_dim=32, target_dim=32, model_dim=32, num_layers=2, num_attention_heads=2, min_sequence_length=16
-    )
-    parts = {
-        "tokenizer": tokenizer,
-        "t5_tokenizer": t5_tokenizer(),
-        "text_encoder": text_encoders.qwen3("anima.text_encoder", tokenizer).model,
-        "text_conditioner": with_weights(conditioner, "anima.text_conditioner"),
-        "transformer": denoiser(transformer, "anima.transformer"),
-        "vae": autoencoders.autoencoder_qwen("anima.vae"),
-        "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
-    }
-    index: dict[str, Any] = {"_class_name": "AnimaModularPipeline", "_blocks_class_name": "AnimaAutoBlocks"}
-    for name, part in parts.items():
-        part.save_pretrained(folder / name)
-        kind = [type(part).__module__.partition(".")[0], type(part).__name__]
-        spec = {"type_hint": kind, "pretrained_model_name_or_path": "somebody/anima", "subfolder": name}
-        index[name] = [*kind, {**spec, "variant": None, "revision": None}]
-    (folder / "modular_model_index.json").write_text(json.dumps(index))
-    return folder
-
-
 @pytest.mark.slow
-def test_a_family_that_exists_only_as_blocks_has_its_phases_from_them(tmp_path: Path) -> None:
-    model = tiny_anima(tmp_path)
+def test_a_family_that_exists_only_as_blocks_has_its_phases_from_them() -> None:
+    model = tiny_anima()
     assert modular_blocks(model)["denoise"] == ("text_conditioner", "transformer")
     call = {"prompt": "a red fox", "negative_prompt": "blurry", "height": 48, "width": 64, "num_inference_steps": 2}
     found = block_by_block(model, call, 4.0)

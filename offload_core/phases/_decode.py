@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import nn
 
 from ..devices import empty_cache, is_out_of_memory
 from ..errors import InputError, InsufficientMemoryError, NumericalError, RecordError
 from ..model_source import ModelSource
 from ..plan import Plan
 from ..session import Session
+from ._components import Component
 from ._handle import Handle
 from ._layout import Layout
 from ._marks import vae_mark
 from ._plain import Plain, from_plain, to_plain
+from ._ports import Port, StopPort
 from ._records import Latents
 from ._roles import Role, models, role_of
 from ._scope import OpenPhase, Phase
 from ._tiling import TILE_PIXELS, tile
+
+Arguments = Callable[[], Any]  # makes the arguments of `vae.decode`, fresh for every try
 
 OUTPUT_TYPES = ("pil", "np", "pt")
 # Tile sizes to try in turn, in pixels; None decodes whole.
@@ -58,19 +66,48 @@ def decode(
     source = handle.source()
     check_latents(handle, source, latents)
     owned = {latents.component} | {name for name, part in models(source) if role_of(part) is Role.TAIL}
-    with OpenPhase(handle, source, "decode", session or Session(), owned=owned, plan=plan) as phase:
+    by_blocks = latents.rest is not None and source.blocks is not None and latents.pipeline == handle.pipeline
+    port = PicturePort(latents)
+    others = {name: StopPort() for name, part in models(source) if role_of(part) is Role.VAE}
+    ports: dict[str, Port] = {**others, latents.component: port} if by_blocks else {}
+    with OpenPhase(handle, source, "decode", session or Session(), ports, owned, plan) as phase:
         component = phase.components[latents.component]
         component.skip = ENCODER_HALF
         # What the pipeline did to its VAE before decoding: an SDXL VAE in float16 is upcast.
         recast = getattr(torch, latents.dtype)
         component.recast = recast if recast != component.dtype else None
-        picture = _decode(phase, component.module, latents, tiling)
-        if not torch.isfinite(picture).all():
-            raise NumericalError(
-                "Decode produced values that aren't numbers (NaN), so there is no picture. "
-                "Try dtype=float32 or bfloat16: some VAEs overflow in float16."
-            )
-        return _finish(phase, picture, latents, output_type)
+        asked = functools.partial(decode_arguments, latents, component.module, phase.device)
+        if latents.rest is None or not by_blocks:
+            return _finish(phase, _decode(phase, component, asked, tiling), latents, output_type)
+        port.first, port.decode = asked, functools.partial(_decode, phase, component, tiling=tiling)
+        pictures = phase.pipeline.finish(latents.rest, phase.device, output_type)
+        if pictures is None:
+            raise InputError(f"The last blocks of {handle.pipeline} made neither pictures nor videos.")
+        return _on_cpu(pictures)
+
+
+class PicturePort:
+    """Stands before the VAE while the last blocks run: its first picture is that of the latents, whose values may have
+    been changed since; further ones (a video in pieces) are what the blocks ask for."""
+
+    def __init__(self, latents: Latents) -> None:
+        self.latents = latents
+        self.first: Arguments | None = None
+        self.decode: Callable[[Arguments], torch.Tensor] | None = None
+        self._inside = False
+
+    def call(self, module: nn.Module, name: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if name != "decode" or self._inside or self.decode is None:
+            return run(*args, **kwargs)
+        first, self.first = self.first, None
+        if first is None and self.latents.seed is None:
+            raise RecordError("This model decodes in several pieces, so its latents can't be changed before Decode.")
+        self._inside = True
+        try:
+            picture = self.decode(first or (lambda: (args, kwargs)))
+        finally:
+            self._inside = False
+        return (picture,) if kwargs.get("return_dict") is False else SimpleNamespace(sample=picture)
 
 
 def latents_from_samples(handle: Handle, samples: torch.Tensor) -> Latents:
@@ -114,13 +151,22 @@ def check_latents(handle: Handle, source: ModelSource, latents: Any) -> None:
         )
 
 
-def _decode(phase: Phase, vae: Any, latents: Latents, tiling: str) -> torch.Tensor:
+def _decode(phase: Phase, component: Component, asked: Arguments, tiling: str) -> torch.Tensor:
     """Whole, or in tiles. After running out of memory: again with everything else given back, then with "auto" in
     smaller and smaller tiles."""
-    sizes = TILE_SIZES[tiling]
+    picture = _decode_somehow(phase, component, asked, tiling)
+    if not torch.isfinite(picture).all():
+        raise NumericalError(
+            "Decode produced values that aren't numbers (NaN), so there is no picture. "
+            "Try dtype=float32 or bfloat16: some VAEs overflow in float16."
+        )
+    return picture
+
+
+def _decode_somehow(phase: Phase, component: Component, asked: Arguments, tiling: str) -> torch.Tensor:
+    sizes, vae = TILE_SIZES[tiling], component.module
     if tiling == "auto" and phase.plan is not None and phase.plan.tile in sizes:
         sizes = sizes[sizes.index(phase.plan.tile) :]
-    component = phase.components[latents.component]
     component.load()
     reason = ""
     for index, pixels in enumerate(sizes):
@@ -131,9 +177,9 @@ def _decode(phase: Phase, vae: Any, latents: Latents, tiling: str) -> torch.Tens
                 break  # whole has been tried
         elif pixels is not None:
             phase.notes.append(f"Decoded in tiles of {pixels} pixels.")
-        picture, failed = _try(phase, vae, latents)
+        picture, failed = _try(phase, vae, asked)
         if failed and not reason and phase.make_room(component, share=1.0):
-            picture, failed = _try(phase, vae, latents)
+            picture, failed = _try(phase, vae, asked)
         if picture is not None:
             return picture
         reason = failed
@@ -158,10 +204,10 @@ def _decoder_dtype(vae: Any) -> torch.dtype:
     return next(weight.dtype for name, weight in vae.named_parameters() if not name.startswith(halves))
 
 
-def _try(phase: Phase, vae: Any, latents: Latents) -> tuple[torch.Tensor | None, str]:
+def _try(phase: Phase, vae: Any, asked: Arguments) -> tuple[torch.Tensor | None, str]:
     """The picture; or none, and how memory ran out."""
     try:
-        args, kwargs = decode_arguments(latents, vae, phase.device)
+        args, kwargs = asked()
         return _sample_of(vae.decode(*args, **kwargs)), ""
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..errors import InputError, MissingRecordError, NumericalError, RecordError
-from ..model_source import ModelSource, pipeline_class
+from ..model_source import ModelSource
 from ..plan import Plan
 from ..session import Session
 from ._components import Component
@@ -20,8 +20,8 @@ from ._handle import Handle, model_defaults
 from ._layout import Layout
 from ._loras import plan_loras
 from ._marks import encoders_mark, vae_mark
-from ._pipeline import check_call
-from ._plain import RecordMissing, from_plain
+from ._pipeline import call_class, check_call
+from ._plain import Plain, RecordMissing, from_plain
 from ._ports import CapturePort, PhaseDone, Port, Records, ReplayPort, RunPort
 from ._preview import Previewer
 from ._records import Embeds, Latents
@@ -54,7 +54,7 @@ def denoise(
     _check_seed(seed)
     check_embeds(handle, source, embeds)
     call = one_negative_each(denoise_call(source, embeds, pipeline_kwargs))
-    check_call(pipeline_class(source), call)
+    check_call(call_class(source), call)
     try:
         return _run(handle, source, embeds.records, call, seed, session, plan=plan)
     except RecordMissing as missing:
@@ -80,7 +80,7 @@ def check_denoise(handle: Handle, *, seed: int = 0, **pipeline_kwargs: Any) -> N
     _check_seed(seed)
     source = handle.source()
     call = {**model_defaults(source), **pipeline_kwargs}
-    check_call(pipeline_class(source), call)
+    check_call(call_class(source), call)
     with OpenPhase(handle, source, "check", Session()) as phase:
         check_size(phase.pipeline, call)
         if not any(hasattr(phase.pipeline, name) for name in ("image_processor", "video_processor")):
@@ -101,7 +101,9 @@ def _run(
     records = Records(records_of)
     ports = denoise_ports(source, records, device)
     owned = {name for name, port in ports.items() if isinstance(port, RunPort)}
-    with OpenPhase(handle, source, "denoise", session, ports, owned, plan) as phase:
+    vaes = {name for name, port in ports.items() if isinstance(port, CapturePort)} if source.blocks else set()
+    with OpenPhase(handle, source, "denoise", session, ports, owned | vaes, plan) as phase:
+        let_vaes_run(phase, ports)
         if note:
             phase.notes.append(note)
         plan_loras(phase, owned)
@@ -125,6 +127,13 @@ def _port(role: Role, name: str, records: Records, device: torch.device) -> Port
     if role is Role.VAE:
         return CapturePort(name, records, device)
     return ReplayPort(name, records, device) if role is Role.ENCODER else RunPort()
+
+
+def let_vaes_run(phase: Phase, ports: dict[str, Port]) -> None:
+    """A VAE that the denoise block calls takes part in the denoising. Only blocks say where they are."""
+    for port in ports.values():
+        if phase.source.blocks is not None and isinstance(port, CapturePort):
+            port.runs = lambda: phase.pipeline.in_loop
 
 
 def collect_latents(
@@ -152,7 +161,18 @@ def collect_latents(
     height, width = (call.get(name) if isinstance(call.get(name), int) else None for name in ("height", "width"))
     mark = vae_mark(source.components[used.component])
     layout = Layout.of(module)
-    return Latents(handle.pipeline, mark, used.component, dtype, used.captured, layout, seed, height, width)
+    rest = _rest(phase) if source.blocks is not None else None
+    return Latents(handle.pipeline, mark, used.component, dtype, used.captured, layout, seed, height, width, rest)
+
+
+def _rest(phase: Phase) -> Plain | None:
+    """What the blocks after the denoise block read. None, and a note, if it isn't plain data."""
+    try:
+        rest: Plain | None = phase.pipeline.left_to_do()
+    except RecordError as error:
+        phase.notes.append(f"{error} Decode ends with the model's processor, not with its own blocks.")
+        return None
+    return rest
 
 
 def _one_expert_at_a_time(phase: Phase, owned: set[str]) -> None:
@@ -215,6 +235,7 @@ def _size_multiple(pipeline: Any) -> int:
     patch = getattr(getattr(getattr(pipeline, "transformer", None), "config", None), "patch_size", 1)
     patch = patch[-1] if isinstance(patch, list | tuple) else patch
     packed = any(hasattr(pipeline, name) for name in ("_pack_latents", "_patchify_latents"))
+    packed = packed or getattr(pipeline, "packs_latents", False)
     return int(spatial) * (max(2, int(patch or 1)) if packed else int(patch or 1))
 
 

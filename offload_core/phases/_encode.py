@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from ..errors import InputError
-from ..model_source import ModelSource, pipeline_class
+from ..model_source import ModelSource
 from ..plan import Plan
 from ..session import Session
 from ._handle import Handle, model_defaults
 from ._loras import plan_loras
 from ._marks import encoders_mark
-from ._pipeline import call_parameters, check_call
+from ._pipeline import call_class, call_parameters, check_call
 from ._plain import from_plain
 from ._ports import EncodeOnlyPort, PhaseDone, Port, RecordingPort, Records, RunPort, StopPort
 from ._records import Embeds, plain_call
@@ -52,7 +52,7 @@ def encode(
 
 def encode_call(source: ModelSource, prompt: Any, negative_prompt: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of the pipeline's call that the caller gives, checked."""
-    cls: Any = pipeline_class(source)
+    cls: Any = call_class(source)
     known = call_parameters(cls)
     call = dict(kwargs)
     for name, text in (("prompt", prompt), ("negative_prompt", negative_prompt)):
@@ -120,7 +120,7 @@ def _port(role: Role, name: str, records: Records, device: torch.device) -> Port
 
 def force_guidance(source: ModelSource, call: dict[str, Any]) -> dict[str, Any]:
     forced = dict(call)
-    for name, parameter in call_parameters(pipeline_class(source)).items():
+    for name, parameter in call_parameters(call_class(source)).items():
         if name in GUIDANCE_ARGUMENTS:
             value = call.get(name, parameter.default)
             if isinstance(value, int | float) and value <= 1:
@@ -144,7 +144,8 @@ def _from_check(error: ValueError) -> bool:
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
-    return trace is not None and "diffusers/pipelines" in trace.tb_frame.f_code.co_filename.replace("\\", "/")
+    file = trace.tb_frame.f_code.co_filename.replace("\\", "/") if trace is not None else ""
+    return "diffusers/pipelines" in file or "diffusers/modular_pipelines" in file
 
 
 def _prompt_notes(phase: Phase, call: dict[str, Any], ports: dict[str, Port]) -> list[str]:

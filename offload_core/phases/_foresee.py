@@ -13,7 +13,7 @@ from torch import nn
 
 from ..errors import TraceError
 from ..estimate import estimated_trace, likely_result
-from ..model_source import ModelSource, pipeline_class
+from ..model_source import ModelSource
 from ..plan import ComponentJob, PhaseJob
 from ..session import Session
 from ..streaming import PartSize, part_sizes
@@ -22,13 +22,13 @@ from ..trace_blocks import repeated_blocks
 from ._cold import forget_method_caches
 from ._components import Component
 from ._decode import ENCODER_HALF, TILE_SIZES, decode_arguments
-from ._denoise import check_size, collect_latents, denoise_call, denoise_ports
+from ._denoise import check_size, collect_latents, denoise_call, denoise_ports, let_vaes_run
 from ._encode import encode_call, encode_ports, force_guidance, friendly_errors, one_negative_each
 from ._handle import Handle, model_defaults
 from ._loras import trace_loras
-from ._pipeline import check_call
+from ._pipeline import call_class, check_call
 from ._plain import RecordMissing, from_plain
-from ._ports import CapturePort, PhaseDone, Port, Records, ReplayPort, RunPort, StopPort
+from ._ports import PhaseDone, Port, Records, ReplayPort, RunPort, StopPort
 from ._records import Embeds, Latents, plain_call
 from ._scope import OpenPhase, Phase
 from ._tiling import tile
@@ -77,7 +77,7 @@ def foresee(
     records, poll = Records(), _poll(session)
     encoded = _encode(handle, source, call, records, poll)
     run = one_negative_each({**model_defaults(source), **call})
-    check_call(pipeline_class(source), run)
+    check_call(call_class(source), run)
     denoised, latents = _denoise(handle, source, run, records, seed, poll)
     return (encoded,), (denoised,), _decode(handle, source, latents, handle.settings.vae_tiling, poll)
 
@@ -97,7 +97,7 @@ def trace_denoise(
     """What `denoise` would do for these arguments. See `foresee`."""
     source, records, poll = handle.source(), Records(embeds.records), _poll(session)
     call = one_negative_each(denoise_call(source, embeds, pipeline_kwargs))
-    check_call(pipeline_class(source), call)
+    check_call(call_class(source), call)
     try:
         return _denoise(handle, source, call, records, seed, poll)[0]
     except RecordMissing:  # denoise would run the encoders again
@@ -236,6 +236,7 @@ def _denoise(
     ports = denoise_ports(source, records, handle.device_here())
     with OpenPhase(handle, source, "denoise", Session(), _traced(ports, watch)) as phase:
         check_size(phase.pipeline, call)
+        let_vaes_run(phase, ports)
         watch.estimable = {name: phase.components[name].module for name, port in ports.items() if type(port) is RunPort}
         watch.add_loras(phase, watch.estimable)
         with watch.watching(phase), contextlib.suppress(PhaseDone), friendly_errors():
@@ -279,8 +280,8 @@ def _mask(n_frame: int, n_hw: int, dtype: Any, device: Any, batch_size: int | No
 
 
 def _traced(ports: dict[str, Port], watch: _Watch) -> dict[str, Port]:
-    """Those that run something trace it; those that answer, capture or stop stay."""
-    quiet = (StopPort, ReplayPort, CapturePort)
+    """Those that run something trace it; those that answer or stop stay."""
+    quiet = (StopPort, ReplayPort)
     return {name: port if isinstance(port, quiet) else _TracedPort(name, port, watch) for name, port in ports.items()}
 
 

@@ -11,10 +11,11 @@ import torch
 
 from ..devices import resolve_device, resolve_dtype
 from ..errors import ModelError
-from ..model_source import ComponentSource, ModelSource, pipeline_class, resolve_model
+from ..model_source import ComponentSource, ModelSource, resolve_model
 from ..settings import OffloadSettings, check_settings
+from ._blocks import blocks_make_video
 from ._loras import Lora, as_loras
-from ._pipeline import call_parameters
+from ._pipeline import call_class, call_parameters
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Handle:
     def defaults(self) -> Mapping[str, Any]:
         """Defaults of the pipeline's call, overlaid by the model's own."""
         source = self.source()
-        signature = call_parameters(pipeline_class(source))
+        signature = call_parameters(call_class(source))
         own = {name: p.default for name, p in signature.items() if p.default is not p.empty}
         return {**own, **model_defaults(source)}
 
@@ -74,15 +75,23 @@ class Handle:
         """The argument that sets how many pictures or videos one prompt gives."""
         return _first_argument(self.source(), "num_images_per_prompt", "num_videos_per_prompt")
 
+    @property
+    def makes_video(self) -> bool:
+        """Whether the model makes videos, not pictures."""
+        source = self.source()
+        if source.blocks is not None:
+            return blocks_make_video(source)
+        return _first_argument(source, "num_videos_per_prompt") is not None
+
 
 def model_defaults(source: ModelSource) -> dict[str, Any]:
     """Arguments that the model's folder sets (phase_offload.json), of those its pipeline takes."""
-    signature = call_parameters(pipeline_class(source))
+    signature = call_parameters(call_class(source))
     return {name: value for name, value in source.defaults.items() if name in signature}
 
 
 def _first_argument(source: ModelSource, *names: str) -> str | None:
-    signature = call_parameters(pipeline_class(source))
+    signature = call_parameters(call_class(source))
     return next((name for name in names if name in signature), None)
 
 

@@ -11,6 +11,7 @@ import torch
 
 from ..errors import InputError
 from ..model_source import ComponentSource, ModelSource, component_class, pipeline_class
+from ._blocks import blocks_pipeline_class, start_blocks_pipeline
 
 
 class _PhaseMembers:
@@ -37,7 +38,9 @@ class _PhaseMembers:
 class StepCounter:
     """Stands in for the tqdm bar that pipelines drive."""
 
-    def __init__(self, step: Callable[[int, int], None], iterable: Iterable[Any] | None, total: int | None) -> None:
+    def __init__(
+        self, step: Callable[[int, int], None], iterable: Iterable[Any] | None = None, total: int | None = None
+    ) -> None:
         self.step, self.iterable, self.n = step, iterable, 0
         self.total = total if total is not None else len(list(iterable or ()))
 
@@ -63,6 +66,11 @@ class StepCounter:
     close = set_postfix
 
 
+def call_class(source: ModelSource) -> type:
+    """The class whose `__call__` a phase runs. Raises ModelError if the installed diffusers has none."""
+    return pipeline_class(source) if source.blocks is None else blocks_pipeline_class(source)
+
+
 @functools.cache
 def _phase_class(cls: type) -> type:
     return type(cls.__name__, (_PhaseMembers, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
@@ -75,7 +83,7 @@ def build_pipeline(
     step: Callable[[int, int], None],
 ) -> Any:
     """The pipeline around `modules`; schedulers, tokenizers and processors are loaded here, fresh for this phase."""
-    cls: Any = pipeline_class(source)
+    cls: Any = call_class(source)
     phase_class: Any = _phase_class(cls)
     pipeline = phase_class.__new__(phase_class)
     pipeline.__dict__["_phase_device"] = device
@@ -83,6 +91,11 @@ def build_pipeline(
     parts: dict[str, Any] = {
         name: modules[name] if name in modules else _load_part(part) for name, part in source.components.items()
     }
+    if source.blocks is not None:
+        start_blocks_pipeline(pipeline, source, functools.partial(StepCounter, step))
+        for name, part in parts.items():
+            setattr(pipeline, name, part)
+        return pipeline
     accepted = inspect.signature(cls.__init__).parameters
     absent = {name: None for name, p in accepted.items() if p.default is inspect.Parameter.empty and name != "self"}
     options = {name: value for name, value in source.options.items() if name in accepted}

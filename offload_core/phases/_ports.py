@@ -119,20 +119,29 @@ class StopPort:
 
 
 class CapturePort:
-    """Stands for a VAE during denoise: answers `encode` from records, keeps what `decode` was asked, ends the phase."""
+    """Stands for a VAE during denoise: answers `encode` from records, keeps what `decode` was asked, ends the phase.
+
+    runs: whether the pipeline is where the VAE takes part in the denoising, so that it is run for what no record has.
+    """
 
     def __init__(self, component: str, records: Records, device: torch.device) -> None:
         self.component = component
         self.replay = ReplayPort(component, records, device)
+        self.runs: Callable[[], bool] = bool  # never
         self.captured: Plain | None = None
         self.dtype: torch.dtype | None = None
 
     def call(self, module: nn.Module, name: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if name != "decode":
+        if name == "decode" and not self.runs():
+            self.captured = to_plain([list(args), kwargs], f"an argument of {self.component}.decode")
+            self.dtype = getattr(module, "dtype", None)
+            raise PhaseDone
+        try:
             return self.replay.call(module, name, run, args, kwargs)
-        self.captured = to_plain([list(args), kwargs], f"an argument of {self.component}.decode")
-        self.dtype = getattr(module, "dtype", None)
-        raise PhaseDone
+        except RecordMissing:
+            if not self.runs():
+                raise
+        return run(*args, **kwargs)
 
 
 class EncodeOnlyPort:

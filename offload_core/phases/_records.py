@@ -63,6 +63,7 @@ class Latents:
     pipeline: class that made them (or will decode them). vae: fingerprint of the VAE's config. component: which VAE.
     dtype: the VAE's dtype at that moment ("float32" for an SDXL VAE that must be upcast). decode: the arguments of
     `vae.decode`. layout: how `samples` relates to them. height, width: size in pixels that was asked for, if it was.
+    rest: of a model made of blocks, the block that asked the VAE, and what it and those after it read.
     """
 
     pipeline: str
@@ -74,6 +75,7 @@ class Latents:
     seed: int | None = None
     height: int | None = None
     width: int | None = None
+    rest: Plain | None = field(default=None, repr=False)
 
     @property
     def samples(self) -> torch.Tensor:
@@ -109,7 +111,8 @@ class Latents:
             name: getattr(self, name) for name in ("pipeline", "vae", "component", "dtype", "seed", "height", "width")
         }
         meta["layout"] = self.layout.kind
-        return _write(path, "latents", meta, {"decode": self.decode, "layout": Plain(None, self.layout.statistics)})
+        plains = {"decode": self.decode, "layout": Plain(None, self.layout.statistics)}
+        return _write(path, "latents", meta, plains if self.rest is None else {**plains, "rest": self.rest})
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Latents:
@@ -118,7 +121,8 @@ class Latents:
         text = {name: _need(meta, name, str, path) for name in ("pipeline", "vae", "component", "dtype")}
         numbers = {name: _need(meta, name, int | None, path) for name in ("seed", "height", "width")}
         layout = Layout(_need(meta, "layout", str, path), _need(plains, "layout", Plain, path).tensors)
-        latents = cls(**text, decode=_need(plains, "decode", Plain, path), layout=layout, **numbers)
+        decode = _need(plains, "decode", Plain, path)
+        latents = cls(**text, decode=decode, layout=layout, **numbers, rest=plains.get("rest"))
         latents._index()
         return latents
 

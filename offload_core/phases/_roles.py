@@ -31,13 +31,24 @@ _ROLE_BY_NAME = {
 }
 
 
+# Of a model that is made of blocks: where they list it.
+_ROLE_BY_STAGE = {"before": Role.ENCODER, "denoise": Role.DENOISER, "after": Role.TAIL}
+
+
 def role_of(source: ComponentSource) -> Role:
-    """The phase that runs a component: text and image encoders are transformers models, VAEs can decode."""
+    """The phase that runs a component: text and image encoders are transformers models, VAEs can decode. Blocks say it
+    themselves of all but their VAEs, which they list for what they ask of them or only for their sizes."""
     if source.name in _ROLE_BY_NAME:
         return _ROLE_BY_NAME[source.name]
+    if source.stage is not None and (source.library == "transformers" or not _is_vae(source)):
+        return _ROLE_BY_STAGE[source.stage]
     if source.library == "transformers":
         return Role.ENCODER
-    return Role.VAE if hasattr(component_class(source), "decode") else Role.DENOISER
+    return Role.VAE if _is_vae(source) else Role.DENOISER
+
+
+def _is_vae(source: ComponentSource) -> bool:
+    return hasattr(component_class(source), "decode")
 
 
 def models(source: ModelSource) -> list[tuple[str, ComponentSource]]:

@@ -25,7 +25,7 @@ from ..streaming import OffloadScope, StreamPlan
 from ._components import Component, Usage
 from ._handle import Handle
 from ._pipeline import build_pipeline
-from ._ports import EncodeOnlyPort, Port, RunPort
+from ._ports import CapturePort, EncodeOnlyPort, Port, RunPort
 
 
 class Phase:
@@ -68,7 +68,7 @@ class Phase:
                 component = Component(part, self.handle.dtype_of(part), self)
                 component.use(ports.get(name, RunPort()), owned=name in owned)
                 self.components[name] = component
-                if name in owned and not isinstance(component.gate.port, EncodeOnlyPort):
+                if name in owned and not isinstance(component.gate.port, EncodeOnlyPort | CapturePort):
                     self._to_load += component.run_bytes
         self.pipeline = build_pipeline(self.source, self.modules, self.device, self._step)
 
