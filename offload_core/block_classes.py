@@ -30,13 +30,14 @@ def blocks_class(pipeline: str, name: str | None, who: str) -> type:
         if default is None:
             raise ModelError(f"{who} is made of blocks of its own ({show(name or pipeline)}). {TRUST_ADVICE}")
         found = library_class("diffusers", default, who)
-    if LOOP_BLOCK not in found.block_names:
-        have = ", ".join(found.block_names)
+    names = list(found().sub_blocks)
+    if LOOP_BLOCK not in names:
+        have = ", ".join(names)
         raise ModelError(
             f"{who} has the blocks {have} and none called {LOOP_BLOCK}, so it has no phases. Run its blocks with "
             "offload_core.open_block."
         )
-    after = found.block_names[found.block_names.index(LOOP_BLOCK) + 1 :]
+    after = names[names.index(LOOP_BLOCK) + 1 :]
     blocks: dict[str, Any] = dict(found().sub_blocks)
     listed = [spec for name in after for spec in blocks[name].expected_components]
     if not any(hasattr(spec.type_hint, "decode") for spec in listed if hasattr(spec.type_hint, "forward")):

@@ -8,6 +8,7 @@ failure of each block that it leaves, and what the last blocks read is known whe
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import inspect
 from collections.abc import Callable, Iterator
@@ -163,7 +164,8 @@ def blocks_pipeline_class(source: ModelSource) -> type:
 def start_blocks_pipeline(pipeline: Any, source: ModelSource, counter: Callable[..., StepCounter]) -> None:
     """Makes `pipeline`, an instance without state, one of the source's blocks that has no components yet."""
     config = {"_blocks_class_name": source.blocks, **source.options}
-    pipeline.__init__(blocks=_blocks_of(source), modular_config_dict=config)
+    blocks = copy.deepcopy(_blocks_of(source))  # diffusers keeps some blocks in the class, for all of its instances
+    pipeline.__init__(blocks=blocks, modular_config_dict=config)
     pipeline.__dict__["_elsewhere"] = dict(source.elsewhere)
     pipeline._listen(counter)
 
