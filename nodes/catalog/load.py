@@ -25,7 +25,8 @@ SCHEMA = NodeSchema(
         Input(
             "model",
             "COMBO",
-            "A diffusers model folder (one with a model_index.json) found below a models/diffusers folder. "
+            "A diffusers model folder (one with a model_index.json or a modular_model_index.json) found below a "
+            "models/diffusers folder. "
             "The demo model comes with this pack and draws simple coloured shapes.",
             options="models",
         ),

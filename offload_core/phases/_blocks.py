@@ -138,7 +138,7 @@ class _BlocksMembers:
         for name in scaled_guiders(self._blocks):
             asked = call.pop(argument_of(name), None)
             scale = asked if asked is not None else first if name.startswith("guider") else None
-            if scale is not None:
+            if scale is not None and getattr(self, name, None) is not None:
                 getattr(self, name).guidance_scale = scale  # it is this phase's own
 
     def _check_components(self, call: dict[str, Any]) -> None:
