@@ -36,7 +36,6 @@ def as_blocks(name: str, folder: Path) -> Path:
 @functools.cache
 def tiny_anima() -> Path:
     """A family that diffusers has as blocks only: Qwen3, a text conditioner, a Cosmos transformer, Qwen-Image's VAE."""
-    folder = Path(mkdtemp(prefix="tiny-anima-"))
     tokenizer = qwen_tokenizer()
     transformer = diffusers.CosmosTransformer3DModel(
         in_channels=LATENT_CHANNELS,
@@ -62,11 +61,41 @@ def tiny_anima() -> Path:
         "vae": autoencoders.autoencoder_qwen("anima.vae"),
         "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
     }
-    index: dict[str, Any] = {"_class_name": "AnimaModularPipeline", "_blocks_class_name": "AnimaAutoBlocks"}
+    return _saved(parts, "AnimaModularPipeline", "AnimaAutoBlocks")
+
+
+@functools.cache
+def tiny_helios() -> Path:
+    """A video model that makes its latents chunk by chunk, and decodes each chunk for itself."""
+    transformer = diffusers.HeliosTransformer3DModel(
+        num_attention_heads=2,
+        attention_head_dim=16,
+        in_channels=LATENT_CHANNELS,
+        out_channels=LATENT_CHANNELS,
+        text_dim=32,
+        freq_dim=32,
+        ffn_dim=64,
+        num_layers=2,
+        rope_dim=(8, 4, 4),
+    )
+    parts = {
+        "tokenizer": t5_tokenizer(),
+        "text_encoder": text_encoders.umt5_encoder("helios.text_encoder"),
+        "transformer": denoiser(transformer, "helios.transformer"),
+        "vae": autoencoders.autoencoder_wan("helios.vae"),
+        "scheduler": diffusers.HeliosScheduler(stages=1, stage_range=[0, 1], gamma=1 / 3),
+    }
+    return _saved(parts, "HeliosModularPipeline", "HeliosAutoBlocks")
+
+
+def _saved(parts: dict[str, Any], pipeline: str, blocks: str) -> Path:
+    """A folder as a hub has it: its index names the hub, and its components lie beside it."""
+    folder = Path(mkdtemp(prefix="tiny-blocks-"))
+    index: dict[str, Any] = {"_class_name": pipeline, "_blocks_class_name": blocks}
     for name, part in parts.items():
         part.save_pretrained(folder / name)
         kind = [type(part).__module__.partition(".")[0], type(part).__name__]
-        spec = {"type_hint": kind, "pretrained_model_name_or_path": "somebody/anima", "subfolder": name}
+        spec = {"type_hint": kind, "pretrained_model_name_or_path": "somebody/some-model", "subfolder": name}
         index[name] = [*kind, {**spec, "variant": None, "revision": None}]
     (folder / "modular_model_index.json").write_text(json.dumps(index))
     return folder

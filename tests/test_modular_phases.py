@@ -21,7 +21,7 @@ from PIL import Image
 
 import offload_core as po
 from lora_files import make_lora
-from modular_models import SEED, as_blocks, tiny_anima, whole
+from modular_models import SEED, as_blocks, tiny_anima, tiny_helios, whole
 from offload_core import cli
 from offload_core.errors import BudgetError, InputError, ModelError, RecordError
 from offload_core.model_source import list_models
@@ -150,17 +150,6 @@ def test_changed_and_bare_samples_are_decoded_as_the_vae_would(made: Made) -> No
     assert torch.equal(stale, bare) and not torch.equal(stale, made.pictures)
 
 
-def test_latents_in_pieces_that_were_changed_are_refused(made: Made) -> None:
-    """A model that decodes a video in pieces asks its VAE again for the next one."""
-    from offload_core.phases._decode import PicturePort
-
-    port, vae = PicturePort(made.latents.with_samples(made.latents.samples)), torch.nn.Identity()
-    port.first, port.decode = (lambda: ((1,), {})), lambda asked: torch.tensor(asked()[0][0])
-    assert port.call(vae, "decode", print, (2,), {"return_dict": False}) == (1,)
-    with pytest.raises(RecordError, match="several pieces"):
-        port.call(vae, "decode", print, (3,), {})
-
-
 def test_a_stop_in_mid_denoise_gives_everything_back_and_is_no_failure_of_a_block(
     made: Made, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -185,6 +174,20 @@ def test_a_budget_that_is_too_small_is_refused_with_the_smallest_that_works(made
     tight = po.OffloadSettings(execution_device="cpu", device_memory=4_000)
     with pytest.raises(BudgetError, match="Raise device_memory by"):
         po.denoise(po.load(tiny_anima(), device="cpu", settings=tight), made.embeds, **JOB)
+
+
+@pytest.mark.slow
+def test_a_video_that_is_decoded_in_pieces_is_whole_and_its_latents_cannot_be_changed() -> None:
+    pieces = {"num_frames": 9, "num_latent_frames_per_chunk": 1, "history_sizes": [2, 1, 1]}
+    job, session = {**JOB, **pieces}, po.Session()
+    handle = po.load(tiny_helios(), device="cpu", settings=STREAMED)
+    assert handle.makes_video
+    latents = po.denoise(handle, po.encode(handle, **WORDS), seed=SEED, guidance_scale=3.0, **job)
+    video = po.decode(handle, latents, "pt", session=session)
+    assert session.report.phases[0].forwards == {"vae": 9}
+    assert torch.equal(torch.as_tensor(video).float(), whole(tiny_helios(), {**WORDS, **job}, 3.0))
+    with pytest.raises(RecordError, match="several pieces"):
+        po.decode(handle, latents.with_samples(latents.samples), "pt")
 
 
 @pytest.mark.slow
@@ -294,10 +297,16 @@ class _Look(ModularPipelineBlocks):
         return components, state
 
 
-def test_a_vae_that_the_denoise_block_calls_takes_part_in_denoise(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def looking(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Anima's denoise block looks, too."""
     blocks = [*AnimaAutoBlocks.block_classes]
     blocks[2] = SequentialPipelineBlocks.from_blocks_dict({"loop": blocks[2](), "look": _Look()})
     monkeypatch.setattr(AnimaAutoBlocks, "block_classes", blocks)
+
+
+@pytest.mark.usefixtures("looking")
+def test_a_vae_that_the_denoise_block_calls_takes_part_in_denoise(made: Made) -> None:
     session = po.Session()
     latents = po.denoise(made.handle, made.embeds, seed=SEED, session=session, guidance_scale=3.0, **JOB)
     (report,) = session.report.phases
@@ -305,6 +314,14 @@ def test_a_vae_that_the_denoise_block_calls_takes_part_in_denoise(made: Made, mo
     found = po.decode(made.handle, latents, "pt")
     assert torch.equal(found, whole(tiny_anima(), {**WORDS, **JOB}, 3.0))
     assert not torch.equal(found, made.expected)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("looking")
+def test_a_vae_in_the_denoise_block_is_foreseen_there() -> None:
+    found = po.foresee_job(tiny_anima(), *WORDS.values(), settings=STREAMED, **JOB)
+    denoise = found.plan.phases[1]
+    assert [part.name for part in denoise.components] == ["text_conditioner", "transformer", "vae"]
 
 
 # -------------------------------------------------------------------------------------------------- lists, doors
@@ -395,5 +412,5 @@ def test_blocks_whose_code_comes_with_the_model_are_refused(anima: Path) -> None
 def test_a_component_that_lies_elsewhere_is_named_by_the_call_that_needs_it(anima: Path) -> None:
     shutil.rmtree(anima / "text_encoder")
     handle = po.load(anima)
-    with pytest.raises(ModelError, match="needs the component text_encoder .* in somebody/anima: put it into"):
+    with pytest.raises(ModelError, match="needs the component text_encoder .* in somebody/some-model: put it into"):
         po.encode(handle, "a red fox")

@@ -94,7 +94,7 @@ class _BlocksMembers:
         names = list(self._blocks.sub_blocks)
         try:
             for name in names[names.index(first) :]:
-                self._entered = (name, dict(state.values))
+                self._entered = (name, {key: _as_it_is(value) for key, value in state.values.items()})
                 self._run_block(self._blocks.sub_blocks[name], state)
         finally:
             self._at_step_end = None
@@ -227,6 +227,11 @@ def _class_with_call(cls: type, blocks: str, scales: tuple[tuple[str, float | No
     call.__signature__ = inspect.Signature([this, *parameters])  # type: ignore[attr-defined]
     members = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__call__": call}
     return type(cls.__name__, (_BlocksMembers, cls), members)
+
+
+def _as_it_is(value: Any) -> Any:
+    """A value that what runs now doesn't change: only the noise that is drawn does."""
+    return value.clone_state() if isinstance(value, torch.Generator) else value
 
 
 def _is_stock(block: Any, base: Any, method: str) -> bool:
