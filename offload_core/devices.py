@@ -159,3 +159,25 @@ def resident_bytes() -> int:
     import psutil
 
     return int(psutil.Process(os.getpid()).memory_info().rss)
+
+
+class RandomState:
+    """The state of torch's random generators: the CPU's, and that of `device` where it has one."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._states = self._now()
+
+    def changed(self) -> bool:
+        """Whether random numbers were drawn since."""
+        return any(not torch.equal(now, then) for now, then in zip(self._now(), self._states, strict=True))
+
+    def restore(self) -> None:
+        cpu, *own = self._states
+        torch.set_rng_state(cpu)
+        for state in own:
+            getattr(torch, self._device.type).set_rng_state(state, self._device)
+
+    def _now(self) -> list[torch.Tensor]:
+        own = _module_call(self._device, "get_rng_state")
+        return [torch.get_rng_state(), *([own] if own is not None else [])]

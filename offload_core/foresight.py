@@ -119,8 +119,14 @@ def foresee_encode(
     session: Session | None = None,
     **pipeline_kwargs: Any,
 ) -> Foresight:
-    """What `encode` with these arguments will take. See `foresee_job`; raises what `encode` does."""
-    from .phases import trace_encode
+    """What `encode` with these arguments will take, beside what the session's prompt cache answers. See `foresee_job`;
+    raises what `encode` does."""
+    from .phases import trace_cached_encode, trace_encode
+
+    if session is not None:
+        known = trace_cached_encode(handle, prompt, negative_prompt, session=session, **pipeline_kwargs)
+        if known is not None:
+            return _way_of(handle, [known], rates)
 
     def trace(here: Handle) -> Iterable[PhaseTrace]:
         yield trace_encode(here, prompt, negative_prompt, session=session, **pipeline_kwargs)
@@ -173,11 +179,15 @@ def _phase(
     trace: Callable[[Handle], Iterable[PhaseTrace]],
     rates: Rates | None,
 ) -> Foresight:
+    here = replace(handle, device="cpu")
+    ways = TraceStore(cache_folder() / "traces").ways([name, *asked_of(handle), *asked], lambda: trace(here))
+    return _way_of(handle, ways, rates)
+
+
+def _way_of(handle: Handle, ways: Iterable[PhaseTrace], rates: Rates | None) -> Foresight:
     device = handle.device_here()
     limits = limits_here(replace(handle.settings, execution_device=str(device)), device)
     rates = rates or measured_rates(device)
-    here = replace(handle, device="cpu")
-    ways = TraceStore(cache_folder() / "traces").ways([name, *asked_of(handle), *asked], lambda: trace(here))
     titles = (_name_of(handle.model), device_title(device))
     return _planned([ways], limits, rates, titles, handle.pipeline, Learnt(device, rates))
 

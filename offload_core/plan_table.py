@@ -45,6 +45,8 @@ def plan_line(plan: Plan) -> str:
     if not plan.fits:
         least = human_bytes(plan.smallest_budget_bytes)
         return f"This doesn't fit {human_bytes(plan.budget_bytes)} of device memory; it needs {least} at least."
+    if not any(phase.weight_bytes for phase in plan.phases):
+        return "Plan: nothing is loaded, the embeds are in the cache."
     streamed = sum(phase.streamed_bytes for phase in plan.phases)
     how = f"streams {human_bytes(streamed)} of weights" if streamed else "keeps all weights of a phase resident"
     peak, budget = human_bytes(plan.device_peak_bytes), human_bytes(plan.budget_bytes)

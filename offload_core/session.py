@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from .errors import PhaseBusyError
+from .prompt_cache import PromptCache
 from .report import RunReport
 
 if TYPE_CHECKING:
@@ -64,10 +65,14 @@ class SilentObserver:
 
 @dataclass
 class Session:
-    """State of one user of the library. Phases of one session run one at a time."""
+    """State of one user of the library. Phases of one session run one at a time.
+
+    prompt_cache: what encoders answered before. Sessions may share one, also at the same time.
+    """
 
     observer: Observer = field(default_factory=SilentObserver)
     report: RunReport = field(default_factory=RunReport)
+    prompt_cache: PromptCache = field(default_factory=PromptCache, repr=False)
     _running: Any = field(default_factory=threading.Lock, repr=False)
 
     def enter(self, phase: str) -> None:

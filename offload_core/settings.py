@@ -30,6 +30,9 @@ class OffloadSettings:
     encode_missing: whether Denoise may encode again what the embeds don't hold (another prompt, another text length);
     if not, it is a MissingRecordError.
     vae_tiling: "auto", "on" or "off" for Decode. "auto" tiles only if a plain decode runs out of memory.
+    warm: whether what a phase reads from weight files is kept in RAM for later phases, as far as `host_memory` has room
+    that nothing else needs.
+    prompt_cache_folder: where the answers of encoders are kept between processes, too; None keeps them in memory only.
     """
 
     execution_device: str = "auto"
@@ -45,6 +48,8 @@ class OffloadSettings:
     read_threads: int = 2
     encode_missing: bool = True
     vae_tiling: str = "auto"
+    warm: bool = False
+    prompt_cache_folder: str | None = None
 
 
 def check_settings(settings: OffloadSettings) -> None:
@@ -61,5 +66,10 @@ def check_settings(settings: OffloadSettings) -> None:
         value = getattr(settings, name)
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
             raise InputError(f"{name} is {value!r}; use a whole number from 0 on.")
+    if not isinstance(settings.warm, bool):
+        raise InputError(f"warm is {settings.warm!r}; use True or False.")
+    folder = settings.prompt_cache_folder
+    if folder is not None and (not isinstance(folder, str) or not folder):
+        raise InputError(f"prompt_cache_folder is {folder!r}; use the path of a folder as text, or None.")
     if str(settings.offload_device) != "cpu":
         raise InputError(f"offload_device is {settings.offload_device!r}; weights can only be offloaded to cpu.")

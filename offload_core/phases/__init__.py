@@ -4,7 +4,7 @@ from ._components import from_files, stand_in
 from ._decode import check_latents, decode, latents_from_samples
 from ._denoise import check_denoise, check_embeds, denoise
 from ._encode import encode
-from ._foresee import PhaseTrace, TracedCall, foresee, trace_decode, trace_denoise, trace_encode
+from ._foresee import PhaseTrace, TracedCall, foresee, trace_cached_encode, trace_decode, trace_denoise, trace_encode
 from ._handle import Handle, load
 from ._loras import Lora, as_loras
 from ._records import Embeds, Latents
@@ -31,6 +31,7 @@ __all__ = [
     "load",
     "open_phase",
     "stand_in",
+    "trace_cached_encode",
     "trace_decode",
     "trace_denoise",
     "trace_encode",

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ..checkpoint import read_header
+from ..devices import RandomState
 from ..library_dtypes import parameter_dtypes, request_dtype
 from ..model_source import ComponentSource, component_class
 from ..streaming import Managed, OffloadScope, StreamPlan
@@ -86,7 +87,7 @@ class Component:
         """
         if self.loaded:
             return
-        started = time.perf_counter()
+        started, random = time.perf_counter(), RandomState(self.memory.device)
         if self.before_load is not None:
             self.before_load()
         with torch.inference_mode(False), torch.no_grad():
@@ -96,6 +97,7 @@ class Component:
                 watch_parts(real, self.gate)
             _poll_each_block(real, self.memory.poll)
             self._take_over(real)
+        random.restore()  # constructors draw the weights that files then replace
         self.memory.usage.load_s += time.perf_counter() - started
         if self.managed is not None:
             self.memory.usage.weight_bytes += self.managed.weight_bytes

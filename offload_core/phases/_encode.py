@@ -11,12 +11,13 @@ from ..errors import InputError
 from ..model_source import ModelSource
 from ..plan import Plan
 from ..session import Session
+from ._answers import Answers
 from ._handle import Handle, model_defaults
 from ._loras import plan_loras
 from ._marks import encoders_mark
 from ._pipeline import call_class, call_parameters, check_call
-from ._plain import from_plain
-from ._ports import EncodeOnlyPort, PhaseDone, Port, RecordingPort, Records, RunPort, StopPort
+from ._plain import Plain, RecordMissing, from_plain
+from ._ports import EncodeOnlyPort, HeadPort, PhaseDone, Port, RecordingPort, Records, StopPort
 from ._records import Embeds, plain_call
 from ._roles import Role, models, role_of
 from ._scope import OpenPhase, Phase
@@ -46,8 +47,7 @@ def encode(
     """
     source = handle.source()
     call = encode_call(source, prompt, negative_prompt, pipeline_kwargs)
-    run = force_guidance(source, one_negative_each({**model_defaults(source), **call}))
-    return run_encode(handle, source, run, call, session or Session(), {}, plan)
+    return run_encode(handle, source, encode_run(source, call), call, session or Session(), {}, plan)
 
 
 def encode_call(source: ModelSource, prompt: Any, negative_prompt: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -74,6 +74,11 @@ def encode_call(source: ModelSource, prompt: Any, negative_prompt: Any, kwargs: 
     return call
 
 
+def encode_run(source: ModelSource, call: dict[str, Any]) -> dict[str, Any]:
+    """The arguments that Encode runs the pipeline with: the caller's, the model's defaults, and guidance on."""
+    return force_guidance(source, one_negative_each({**model_defaults(source), **call}))
+
+
 def one_negative_each(call: dict[str, Any]) -> dict[str, Any]:
     """`call` with a single negative prompt repeated for a list of prompts."""
     if isinstance(call.get("negative_prompt"), str) and isinstance(call.get("prompt"), list):
@@ -90,9 +95,28 @@ def run_encode(
     known: dict[str, Any],
     plan: Plan | None = None,
 ) -> Embeds:
-    """Runs the phase with the arguments `run`; `call` is kept for Denoise, `known` needn't be encoded again."""
+    """Runs the phase with the arguments `run`; `call` is kept for Denoise, `known` needn't be encoded again. What the
+    session's prompt cache holds needn't, either."""
+    try:
+        return _run(handle, source, run, call, session, known, plan)
+    except RecordMissing:  # a known answer lacks a part that nobody read before: all are made again, whole
+        return _run(handle, source, run, call, session, {}, plan, anew=True)
+
+
+def _run(
+    handle: Handle,
+    source: ModelSource,
+    run: dict[str, Any],
+    call: dict[str, Any],
+    session: Session,
+    known: dict[str, Any],
+    plan: Plan | None,
+    *,
+    anew: bool = False,
+) -> Embeds:
     kept, run = plain_call(call), from_plain(plain_call(run), torch.device("cpu"))  # pipelines write into their lists
-    records, device = Records(known), handle.device_here()
+    answers = Answers(session.prompt_cache, handle, source, run, reads=not anew)
+    records, device = Records(known, answers), handle.device_here()
     ports = encode_ports(source, records, device)
     owned = {name for name, port in ports.items() if not isinstance(port, StopPort)}
     with OpenPhase(handle, source, "encode", session, ports, owned, plan) as phase:
@@ -100,9 +124,27 @@ def run_encode(
         with contextlib.suppress(PhaseDone), friendly_errors():
             phase.pipeline(**run, generator=torch.Generator("cpu").manual_seed(0))
         notes = _prompt_notes(phase, call, ports)
-        phase.notes += notes
-        plain = records.settle()
+        phase.notes += [*notes, *_cache_notes(phase, answers)]
+        plain = _keep_answers(records, answers, ports)
     return Embeds(handle.pipeline, encoders_mark(handle, source, plain), kept, plain, tuple(notes))
+
+
+def _keep_answers(records: Records, answers: Answers, ports: dict[str, Port]) -> dict[str, Plain]:
+    """Puts what was answered into the cache. Returns the embeddings' own records: those that Denoise will ask for."""
+    asked = dict.fromkeys(records.live)
+    plain = records.settle()
+    for key in asked:
+        if key not in records.drawn:
+            answers.put(key.split(".")[0], key, plain[key])
+    return {key: record for key, record in plain.items() if not isinstance(ports[key.split(".")[0]], HeadPort)}
+
+
+def _cache_notes(phase: Phase, answers: Answers) -> list[str]:
+    if not answers.taken:
+        return []
+    if not phase.forwards():
+        return ["The embeds are from the cache: no weights were loaded."]
+    return [f"From the cache, without its weights: {name}." for name in answers.taken if name not in phase.forwards()]
 
 
 def encode_ports(source: ModelSource, records: Records, device: torch.device) -> dict[str, Port]:
@@ -115,7 +157,7 @@ def _port(role: Role, name: str, records: Records, device: torch.device) -> Port
         return RecordingPort(name, records, device)
     if role is Role.VAE:
         return EncodeOnlyPort(name, records, device)
-    return RunPort() if role is Role.HEAD else StopPort()
+    return HeadPort(name, records, device) if role is Role.HEAD else StopPort()
 
 
 def force_guidance(source: ModelSource, call: dict[str, Any]) -> dict[str, Any]:

@@ -19,11 +19,12 @@ from ..session import Session
 from ..streaming import PartSize, part_sizes
 from ..trace import Trace, Tracer
 from ..trace_blocks import repeated_blocks
+from ._answers import Answers
 from ._cold import forget_method_caches
 from ._components import Component
 from ._decode import ENCODER_HALF, TILE_SIZES, decode_arguments
 from ._denoise import check_size, collect_latents, denoise_call, denoise_ports, let_vaes_run
-from ._encode import encode_call, encode_ports, force_guidance, friendly_errors, one_negative_each
+from ._encode import encode_call, encode_ports, encode_run, friendly_errors, one_negative_each
 from ._handle import Handle, model_defaults
 from ._loras import trace_loras
 from ._pipeline import call_class, check_call
@@ -89,6 +90,23 @@ def trace_encode(
     source = handle.source()
     call = encode_call(source, prompt, negative_prompt, pipeline_kwargs)
     return _encode(handle, source, call, Records(), _poll(session))
+
+
+def trace_cached_encode(
+    handle: Handle, prompt: Any, negative_prompt: Any = None, *, session: Session, **pipeline_kwargs: Any
+) -> PhaseTrace | None:
+    """What `encode` would do beside taking answers from the session's prompt cache: nothing, if it holds them all. None
+    if it holds none of this model. Raises what `trace_encode` does."""
+    source = handle.source()
+    call = encode_call(source, prompt, negative_prompt, pipeline_kwargs)
+    answers = Answers(session.prompt_cache, handle, source, encode_run(source, call))
+    if not answers.hopeful:
+        return None
+    try:
+        traced = _encode(replace(handle, device="cpu"), source, call, Records(answers=answers), _poll(session))
+    except RecordMissing:  # a kept answer lacks a part: `encode` would ask all anew
+        return None
+    return traced if answers.taken else None
 
 
 def trace_denoise(
@@ -217,8 +235,7 @@ class _TracedPort:
 
 
 def _encode(handle: Handle, source: ModelSource, call: dict[str, Any], records: Records, poll: Poll) -> PhaseTrace:
-    run = force_guidance(source, one_negative_each({**model_defaults(source), **call}))
-    run = from_plain(plain_call(run), torch.device("cpu"))
+    run = from_plain(plain_call(encode_run(source, call)), torch.device("cpu"))
     watch = _Watch(poll)
     ports = encode_ports(source, records, handle.device_here())
     with OpenPhase(handle, source, "encode", Session(), _traced(ports, watch)) as phase:

@@ -17,9 +17,10 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from ..devices import is_out_of_memory
+from ..devices import RandomState, is_out_of_memory
 from ..errors import ColdWeightError
 from ..streaming import is_cold
+from ._answers import Answers
 from ._cold import make_cold
 from ._plain import Plain, RecordMissing, from_plain, to_plain, tracked
 
@@ -47,16 +48,29 @@ class Port(Protocol):
 
 
 class Records:
-    """Encodings by what was asked: component, entry point and the content of its arguments; never by order."""
+    """Encodings by what was asked: component, entry point and the content of its arguments; never by order.
 
-    def __init__(self, plain: dict[str, Plain] | None = None) -> None:
+    answers: where else an answer may come from.
+    """
+
+    def __init__(self, plain: dict[str, Plain] | None = None, answers: Answers | None = None) -> None:
         self.plain = dict(plain or {})
         self.live: dict[str, tuple[Any, str]] = {}
+        self.answers = answers
+        self.drawn: set[str] = set()  # answers for which random numbers were drawn
 
     @staticmethod
     def key(component: str, name: str, args: Any, kwargs: Any) -> str:
         asked = to_plain([list(args), kwargs], f"an argument of {component}")
         return f"{component}.{name}:{asked.key()}"
+
+    def find(self, component: str, key: str) -> Plain | None:
+        """The answer to a question that was asked before, here or elsewhere."""
+        if key not in self.plain and self.answers is not None:
+            answer = self.answers.get(component, key)
+            if answer is not None:
+                self.plain[key] = answer
+        return self.plain.get(key)
 
     def settle(self) -> dict[str, Plain]:
         """Turns the results of this phase into plain data, keeping only what the pipeline used of them."""
@@ -78,9 +92,13 @@ class RecordingPort:
         key = Records.key(self.component, name, args, kwargs)
         if key in self.records.live:
             return self.records.live[key][0]
-        if key in self.records.plain:
-            return from_plain(self.records.plain[key], self.device)
+        known = self.records.find(self.component, key)
+        if known is not None:
+            return from_plain(known, self.device)
+        before = RandomState(self.device)
         result = tracked(run(*args, **kwargs))
+        if before.changed() or any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values())):
+            self.records.drawn.add(key)
         self.records.live[key] = (result, f"the result of {self.component}{'.' + name if name else ''}")
         return result
 
@@ -153,6 +171,17 @@ class EncodeOnlyPort:
     def call(self, module: nn.Module, name: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if name == "decode":
             raise PhaseDone
+        return self.recording.call(module, name, run, args, kwargs)
+
+
+class HeadPort:
+    """A component before the loop during encode: what it answers is needed to come to the end, and may be known. It
+    isn't one of the embeddings: Denoise asks it again."""
+
+    def __init__(self, component: str, records: Records, device: torch.device) -> None:
+        self.recording = RecordingPort(component, records, device)
+
+    def call(self, module: nn.Module, name: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return self.recording.call(module, name, run, args, kwargs)
 
 

@@ -40,12 +40,14 @@ class Embeds:
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Writes a safetensors file, whole or not at all. Returns its path."""
         meta = {"pipeline": self.pipeline, "encoders": self.encoders, "notes": list(self.notes)}
-        return _write(path, "embeds", meta, {"call": self.call, **{f"record:{k}": v for k, v in self.records.items()}})
+        return write_plains(
+            path, "embeds", meta, {"call": self.call, **{f"record:{k}": v for k, v in self.records.items()}}
+        )
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Embeds:
         """Raises RecordError, naming the field, for a file that isn't whole or isn't embeddings."""
-        meta, plains = _read(path, "embeds")
+        meta, plains = read_plains(path, "embeds")
         records = {k.removeprefix("record:"): v for k, v in plains.items() if k.startswith("record:")}
         return cls(
             _need(meta, "pipeline", str, path),
@@ -112,12 +114,12 @@ class Latents:
         }
         meta["layout"] = self.layout.kind
         plains = {"decode": self.decode, "layout": Plain(None, self.layout.statistics)}
-        return _write(path, "latents", meta, plains if self.rest is None else {**plains, "rest": self.rest})
+        return write_plains(path, "latents", meta, plains if self.rest is None else {**plains, "rest": self.rest})
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Latents:
         """Raises RecordError, naming the field, for a file that isn't whole or isn't latents."""
-        meta, plains = _read(path, "latents")
+        meta, plains = read_plains(path, "latents")
         text = {name: _need(meta, name, str, path) for name in ("pipeline", "vae", "component", "dtype")}
         numbers = {name: _need(meta, name, int | None, path) for name in ("seed", "height", "width")}
         layout = Layout(_need(meta, "layout", str, path), _need(plains, "layout", Plain, path).tensors)
@@ -133,7 +135,8 @@ def _need(fields: dict[str, Any], name: str, kind: Any, path: str | os.PathLike[
     return fields[name]
 
 
-def _write(path: str | os.PathLike[str], kind: str, meta: dict[str, Any], plains: dict[str, Plain]) -> Path:
+def write_plains(path: str | os.PathLike[str], kind: str, meta: dict[str, Any], plains: dict[str, Plain]) -> Path:
+    """Writes values as a safetensors file of that kind, whole or not at all."""
     from safetensors.torch import save
 
     target = Path(path)
@@ -153,7 +156,8 @@ def _write(path: str | os.PathLike[str], kind: str, meta: dict[str, Any], plains
     return target
 
 
-def _read(path: str | os.PathLike[str], kind: str) -> tuple[dict[str, Any], dict[str, Plain]]:
+def read_plains(path: str | os.PathLike[str], kind: str) -> tuple[dict[str, Any], dict[str, Plain]]:
+    """What `write_plains` wrote. Raises RecordError for a file that isn't whole or is of another kind."""
     from safetensors import SafetensorError, safe_open
 
     source = Path(path)
