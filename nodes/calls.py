@@ -28,7 +28,7 @@ class NodeCall:
     session: Session = field(init=False)
 
     def __post_init__(self) -> None:
-        self.session = Session(observer=self.observer)
+        self.session = Session(observer=self.observer, prompt_cache=self.state.prompt_cache, warm=self.state.warm)
 
     def say_how_it_went(self, *notes: str) -> None:
         """Shows the notes and what the last phase cost."""
@@ -50,6 +50,7 @@ def run_node(node_id: str, state: PackState, observer: NodeObserver, inputs: Map
     except BaseException as error:
         forget_locals(error)
         if isinstance(error, InsufficientMemoryError):
+            state.warm.release()
             state.host.make_room()
         raise
     finally:

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from offload_core.errors import InputError, OffloadError
+from offload_core.prompt_cache import PromptCache
 from offload_core.report import PhaseReport, RunReport
 from offload_core.settings import OffloadSettings
+from offload_core.warm import WarmStore
 
 from .model_list import ModelList
 from .progress import NodeObserver
@@ -48,11 +50,14 @@ class Host(Protocol):
 
 
 class PackState:
-    """Model list, opened model folders, and reports of the last phases."""
+    """Model list, opened model folders, reports of the last phases, and what stays between prompts: answers of encoders
+    and, where a model asks for it, warm weights."""
 
     def __init__(self, host: Host) -> None:
         self.host = host
         self.report = RunReport()
+        self.prompt_cache = PromptCache()
+        self.warm = WarmStore()
         self._models = ModelList(host.model_roots)
         self._sources: dict[Path, ModelSource] = {}
 

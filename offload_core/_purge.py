@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,6 +19,9 @@ from ._report_table import human_bytes
 from ._standby_list import Windows, purge_standby_list
 from .devices import empty_cache, empty_pinned_cache, reserved_bytes, resident_bytes, resolve_device, trim_heap
 from .errors import InputError, OffloadError
+
+if TYPE_CHECKING:
+    from .session import Session
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,7 @@ class PurgeReport:
 
     @property
     def host_bytes(self) -> int:
-        return self._sum("garbage", "pinned cache", "heap")
+        return self._sum("warm copies", "prompt cache", "garbage", "pinned cache", "heap")
 
     @property
     def cache_bytes(self) -> int:
@@ -75,20 +79,31 @@ def purge(
     *,
     files: Iterable[str | os.PathLike[str]] = (),
     standby: bool = False,
+    session: Session | None = None,
     windows: Callable[[], Windows | None] = Windows.here,
 ) -> PurgeReport:
     """Collects garbage, empties torch's caches for `device` and pinned memory, and trims the heap.
 
     files: weight files, or folders of them, whose pages leave the page cache (Linux); the next load reads from the
     disk. standby: also empty the Windows standby list, which needs an elevated process and takes the cached files of
-    every program on the machine. windows: where Windows is reached, for tests.
+    every program on the machine. session: whose warm copies of weights and cached prompts go, too; those on disk stay.
+    windows: where Windows is reached, for tests.
 
     What can't be done is a reason in the report, not an error. Raises DeviceError or InputError for `device`,
     InputError for a file that isn't there.
     """
     where = resolve_device(device)
     weights = [found for path in files for found in _weight_files(Path(path))]
+    own = (
+        [
+            _in_process("warm copies", session.warm.release),
+            _in_process("prompt cache", session.prompt_cache.release),
+        ]
+        if session is not None
+        else []
+    )
     rows = [
+        *own,
         _in_process("garbage", gc.collect),
         _on_device(where),
         _in_process("pinned cache", empty_pinned_cache),

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from .plan import Rates
     from .report import RunReport
     from .session import Session
+    from .warm import WarmStore
 
 # Of a machine that isn't this one: what its desktop and driver keep of the card, and the RAM that is assumed.
 DESKTOP_BYTES = 600 << 20
@@ -85,7 +86,8 @@ def foresee_job(
     settings = settings or OffloadSettings()
     machine = known_machine(hardware) if hardware else None
     device = torch.device("cpu") if machine else resolve_device(settings.execution_device)
-    limits = _limits_of(machine, settings) if machine else limits_here(settings, device)
+    warm = session.warm if session is not None else None
+    limits = _limits_of(machine, settings) if machine else limits_here(settings, device, warm)
     rates = rates or (rates_of(machine) if machine else measured_rates(device))
     learnt = None if machine else Learnt(device, rates)
     with _opened(model, dtype, settings, loras) as (handle, source, defaults, title):
@@ -126,12 +128,12 @@ def foresee_encode(
     if session is not None:
         known = trace_cached_encode(handle, prompt, negative_prompt, session=session, **pipeline_kwargs)
         if known is not None:
-            return _way_of(handle, [known], rates)
+            return _way_of(handle, [known], rates, session)
 
     def trace(here: Handle) -> Iterable[PhaseTrace]:
         yield trace_encode(here, prompt, negative_prompt, session=session, **pipeline_kwargs)
 
-    return _phase(handle, "encode", [prompt, negative_prompt, asked_values(pipeline_kwargs)], trace, rates)
+    return _phase(handle, "encode", [prompt, negative_prompt, asked_values(pipeline_kwargs)], trace, rates, session)
 
 
 def foresee_denoise(
@@ -151,7 +153,7 @@ def foresee_denoise(
     def trace(here: Handle) -> Iterable[PhaseTrace]:
         yield trace_denoise(here, embeds, seed=seed, session=session, **pipeline_kwargs)
 
-    return _phase(handle, "denoise", [asked_embeds(embeds), asked_values(pipeline_kwargs)], trace, rates)
+    return _phase(handle, "denoise", [asked_embeds(embeds), asked_values(pipeline_kwargs)], trace, rates, session)
 
 
 def foresee_decode(
@@ -167,9 +169,11 @@ def foresee_decode(
 
     check_latents(handle, handle.source(), latents)
     asked = [latents.component, latents.dtype, asked_plain(latents.decode), tiling or handle.settings.vae_tiling]
-    return _phase(
-        handle, "decode", asked, lambda here: trace_decode(here, latents, tiling=tiling, session=session), rates
-    )
+
+    def trace(here: Handle) -> Iterable[PhaseTrace]:
+        return trace_decode(here, latents, tiling=tiling, session=session)
+
+    return _phase(handle, "decode", asked, trace, rates, session)
 
 
 def _phase(
@@ -178,15 +182,17 @@ def _phase(
     asked: list[Any],
     trace: Callable[[Handle], Iterable[PhaseTrace]],
     rates: Rates | None,
+    session: Session | None,
 ) -> Foresight:
     here = replace(handle, device="cpu")
     ways = TraceStore(cache_folder() / "traces").ways([name, *asked_of(handle), *asked], lambda: trace(here))
-    return _way_of(handle, ways, rates)
+    return _way_of(handle, ways, rates, session)
 
 
-def _way_of(handle: Handle, ways: Iterable[PhaseTrace], rates: Rates | None) -> Foresight:
+def _way_of(handle: Handle, ways: Iterable[PhaseTrace], rates: Rates | None, session: Session | None) -> Foresight:
     device = handle.device_here()
-    limits = limits_here(replace(handle.settings, execution_device=str(device)), device)
+    warm = session.warm if session is not None else None
+    limits = limits_here(replace(handle.settings, execution_device=str(device)), device, warm)
     rates = rates or measured_rates(device)
     titles = (_name_of(handle.model), device_title(device))
     return _planned([ways], limits, rates, titles, handle.pipeline, Learnt(device, rates))
@@ -244,11 +250,12 @@ def _defaults(known: KnownModel) -> tuple[dict[str, Any], str]:
     return dict(known.defaults), known.title
 
 
-def limits_here(settings: OffloadSettings, device: torch.device) -> Limits:
-    """The budgets that the engine would make of these settings on this machine, now."""
+def limits_here(settings: OffloadSettings, device: torch.device, warm: WarmStore | None = None) -> Limits:
+    """The budgets that the engine would make of these settings on this machine, now. warm: copies that would give
+    way."""
     from .streaming import OffloadScope
 
-    scope = OffloadScope(replace(settings, activation_memory=0), device)
+    scope = OffloadScope(replace(settings, activation_memory=0), device, warm=warm)
     try:
         return Limits(
             device_bytes=scope.ledger.limits["device"],

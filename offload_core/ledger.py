@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import Counter
-from typing import Literal
+from typing import Literal, Protocol
 
 from ._report_table import human_bytes
 from .errors import BudgetError
@@ -28,15 +28,26 @@ class Reservation:
             ledger._give_back(self)
 
 
+class Evictable(Protocol):
+    """Who holds host memory that counts as free: it gives way to every reservation."""
+
+    @property
+    def held_bytes(self) -> int: ...
+
+    def make_room(self, nbytes: int) -> int:
+        """Frees so many bytes, as far as it has them. Returns the bytes."""
+
+
 class Ledger:
     """Budgets of two tiers in bytes, "device" and "host", and what is reserved of them.
 
     `shared`: the execution device is the CPU, so that device bytes are host bytes too and count in both tiers.
+    `evictable`: what it holds of the host tier is given back before a reservation that needs its place is granted.
     """
 
-    def __init__(self, *, device: int, host: int, shared: bool = False) -> None:
+    def __init__(self, *, device: int, host: int, shared: bool = False, evictable: Evictable | None = None) -> None:
         self.limits: dict[Tier, int] = {"device": device, "host": host}
-        self.shared = shared
+        self.shared, self._evictable = shared, evictable
         self._lock = threading.Lock()
         self._used: dict[Tier, Counter[str]] = {"device": Counter(), "host": Counter()}
         self._peak: dict[Tier, int] = {"device": 0, "host": 0}
@@ -56,7 +67,15 @@ class Ledger:
             for each in self._tiers(tier):
                 self._used[each][kind] += nbytes
                 self._peak[each] = max(self._peak[each], self._used[each].total())
+            spare = self.limits["host"] - self._used["host"].total()
+        if self._evictable is not None and self._evictable.held_bytes > spare:
+            self._evictable.make_room(self._evictable.held_bytes - spare)
         return Reservation(self, tier, kind, nbytes)
+
+    def spare_host_bytes(self) -> int:
+        """Bytes of the host budget that nothing but evictable memory takes."""
+        with self._lock:
+            return self.limits["host"] - self._used["host"].total()
 
     def allow(self, tier: Tier, nbytes: int) -> None:
         """Raises the limit of a tier by memory that was in use when the budget was measured by what is free, and that

@@ -23,7 +23,8 @@ class PhaseReport:
     use and let go. stall_s: seconds that compute waited for weights. forward_s: seconds in calls of each component,
     loading left out (on an accelerator as far as the host waited for it). step_s: seconds of the median step of the
     denoiser but the first, 0 where there is none. predicted: what a plan said before, if there was one:
-    device_peak_bytes (beside reserved_peak_bytes), streamed_bytes, seconds (beside wall_s) and step_s.
+    device_peak_bytes (beside reserved_peak_bytes), streamed_bytes, seconds (beside wall_s) and step_s. warm_bytes:
+    bytes of weights that were in RAM from a phase before (`settings.warm`) and so weren't read from files.
     """
 
     name: str
@@ -44,6 +45,7 @@ class PhaseReport:
     forward_s: dict[str, float] = field(default_factory=dict)
     step_s: float = 0.0
     predicted: dict[str, float] = field(default_factory=dict)
+    warm_bytes: int = 0
 
 
 @dataclass

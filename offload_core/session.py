@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from .errors import PhaseBusyError
 from .prompt_cache import PromptCache
 from .report import RunReport
+from .warm import WarmStore
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -67,12 +68,14 @@ class SilentObserver:
 class Session:
     """State of one user of the library. Phases of one session run one at a time.
 
-    prompt_cache: what encoders answered before. Sessions may share one, also at the same time.
+    prompt_cache: what encoders answered before. warm: weights that stay in RAM (`settings.warm`). Sessions may share
+    these two, also at the same time.
     """
 
     observer: Observer = field(default_factory=SilentObserver)
     report: RunReport = field(default_factory=RunReport)
     prompt_cache: PromptCache = field(default_factory=PromptCache, repr=False)
+    warm: WarmStore = field(default_factory=WarmStore, repr=False)
     _running: Any = field(default_factory=threading.Lock, repr=False)
 
     def enter(self, phase: str) -> None:

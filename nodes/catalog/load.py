@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import offload_core
@@ -63,6 +64,15 @@ SCHEMA = NodeSchema(
             default="auto",
             optional=True,
         ),
+        Input(
+            "warm",
+            "BOOLEAN",
+            "Keep weights in RAM between prompts, so that the next one needn't read them from their files. They take "
+            "only what host_memory has left, and give way to everything else.",
+            default=False,
+            advanced=True,
+            optional=True,
+        ),
     ),
     outputs=(Output("model", MODEL_TYPE, "A description of the model. It holds no weights."),),
     search_aliases=("load diffusers", "diffusers loader", "low vram", "offload", "load checkpoint"),
@@ -70,11 +80,18 @@ SCHEMA = NodeSchema(
 
 
 def load(
-    call: NodeCall, *, model: str, dtype: str, device: str, device_memory: str = "auto", host_memory: str = "auto"
+    call: NodeCall,
+    *,
+    model: str,
+    dtype: str,
+    device: str,
+    device_memory: str = "auto",
+    host_memory: str = "auto",
+    warm: bool = False,
 ) -> NodeResult:
     """PhaseOffloadLoad: a handle of the chosen model. Reads configs and headers only."""
     folder = call.state.model_folder(model)
-    settings = call.state.settings(device_memory=device_memory, host_memory=host_memory)
+    settings = replace(call.state.settings(device_memory=device_memory, host_memory=host_memory), warm=warm)
     handle = offload_core.load(folder, device=call.state.device(device), dtype=dtype, settings=settings)
     call.observer.status(f"{model}: ready, nothing loaded yet")
     return NodeResult((handle,))

@@ -32,7 +32,7 @@ SCHEMA = NodeSchema(
 def purge_cache(call: NodeCall, *, anything: Any) -> NodeResult:
     """PhaseOffloadPurgeCache: the same value, and a sentence that says what was freed."""
     call.state.host.release_cache()
-    sentence = offload_core.purge(device=call.state.host.auto_device()).sentence()
+    sentence = offload_core.purge(device=call.state.host.auto_device(), session=call.session).sentence()
     call.observer.status(sentence)
     return NodeResult((anything, sentence), ui={"text": [sentence]})
 

@@ -55,7 +55,7 @@ class Phase:
             settings = self.handle.settings
             if self.plan is not None and settings.activation_memory == "auto":
                 settings = replace(settings, activation_memory=self.plan.activation_peak_bytes)
-            self._scope = OffloadScope(settings, self.device, poll=self.poll)
+            self._scope = OffloadScope(settings, self.device, poll=self.poll, warm=self.session.warm)
         return self._scope
 
     @property
@@ -91,10 +91,12 @@ class Phase:
         were resident is streamed. False if that gave nothing."""
         asked = getattr(self.session.observer, "make_room", None)
         others = bool(asked is not None and asked())
+        cooled = self.session.warm.release() if self.device.type == "cpu" else 0
         resident = component.managed.resident_bytes if component.managed is not None else 0
         gone = component.managed.stream_more(int(resident * share)) if component.managed is not None else 0
         empty_cache(self.device)
         given = [f"{human_bytes(gone)} of its weights were streamed from then on"] if gone else []
+        given += [f"{human_bytes(cooled)} of warm copies were given back"] if cooled else []
         given += ["others gave back theirs"] if others else []
         if given:
             name = component.source.name
@@ -136,7 +138,12 @@ class Phase:
         held = self.traffic.held_bytes
         empty_cache(self.device)
         trim_heap()
-        return held + sum(nbytes for storage, nbytes in self._given_back if storage() is not None)
+        held += sum(nbytes for ref, nbytes in self._given_back if self._is_held(ref()))
+        return held
+
+    def _is_held(self, storage: torch.UntypedStorage | None) -> bool:
+        """Whether somebody outside holds a storage; that of a warm copy is held by the session."""
+        return storage is not None and not self.session.warm.owns(storage)
 
     def _close_scope(self) -> None:
         if self._scope is not None:
@@ -181,6 +188,7 @@ class StreamTraffic:
     read_bytes: int = 0
     held_bytes: int = 0
     stall_s: float = 0.0
+    warm_bytes: int = 0
 
     @classmethod
     def of(cls, scope: OffloadScope) -> StreamTraffic:
@@ -188,7 +196,7 @@ class StreamTraffic:
         held = scope.close()
         counts = scope.cache.counts
         limit, peak = scope.ledger.limits["device"], scope.ledger.peak("device")
-        return cls(limit, peak, counts.streamed_bytes, scope.bytes_read, held, counts.stall_s)
+        return cls(limit, peak, counts.streamed_bytes, scope.bytes_read, held, counts.stall_s, scope.warm_bytes)
 
 
 class OpenPhase(contextlib.AbstractContextManager[Phase]):
@@ -244,6 +252,9 @@ class OpenPhase(contextlib.AbstractContextManager[Phase]):
             leaked = phase.close()
         finally:
             phase.session.leave()
+        if phase.traffic.warm_bytes:
+            kept = human_bytes(phase.traffic.warm_bytes)
+            phase.notes.append(f"Warm: {kept} of weights were in RAM and weren't read from files.")
         phase.session.report.phases.append(
             PhaseReport(
                 name=phase.name,
@@ -264,6 +275,7 @@ class OpenPhase(contextlib.AbstractContextManager[Phase]):
                 forward_s=forward_s,
                 step_s=step_s,
                 predicted=predicted_figures(phase.plan) if phase.plan is not None else {},
+                warm_bytes=phase.traffic.warm_bytes,
             )
         )
         if short is not None:

@@ -94,6 +94,12 @@ class AcceleratorCopies:
                 self._stage(flat(hot), master, entry, buffer, stop)
             return self._stream.record_event()
 
+    def take_warm(self, entry: Entry) -> torch.Tensor | None:
+        return None  # what is warm is in RAM
+
+    def give_warm(self, entry: Entry, memory: torch.Tensor) -> None:
+        pass
+
     def before_use(self, entry: Entry) -> None:
         stream = torch.accelerator.current_stream(self.device)
         if entry.ready is not None:

@@ -422,14 +422,18 @@ class WeightCache:
 
     def _resident_fetch(self, entry: Entry) -> Fetch | None:
         """Memory of its own for a resident weight. Where that isn't to be had the weight is streamed from now on."""
-        reservation = None
+        reservation = warm = None
         try:
+            warm = self.engine.take_warm(entry)
             reservation = self.ledger.reserve("device", "resident", entry.nbytes, entry.name)
             with normal_mode():
-                hot = entry.layout.over(self.engine.allocate(entry.nbytes).untyped_storage())
+                memory = self.engine.allocate(entry.nbytes) if warm is None else warm
+                hot = entry.layout.over(memory.untyped_storage())
         except BaseException as error:
             if reservation is not None:
                 reservation.release()
+            if warm is not None:
+                self.engine.give_warm(entry, warm)
             if not isinstance(error, BudgetError) and not is_out_of_memory(error):
                 raise
             if entry.nbytes > self.ring.largest:
@@ -437,7 +441,9 @@ class WeightCache:
             log.info("%s is streamed: there is no room to keep it (%s)", entry.name, str(error))
             entry.resident = False
             return None
-        return Fetch(entry, hot, None, reservation)
+        fetch = Fetch(entry, hot, None, reservation)
+        fetch.filled = warm is not None
+        return fetch
 
     def _read_now(self, entry: Entry, keep: Sequence[Entry]) -> None:
         """Reads a small weight under the lock: that is over before another thread could be asked to."""
@@ -476,7 +482,7 @@ class WeightCache:
     def _fill(self, fetch: Fetch, buffer: ReadBuffer) -> tuple[Any, BaseException | None]:
         """Fills a hot copy. Never raises: what went wrong is told to whoever waits for the weight."""
         hot = fetch.hot
-        if hot is None or fetch.done:
+        if hot is None or fetch.done or fetch.filled:
             return None, None
         try:
             return self.engine.fill(fetch.entry, hot, buffer, self.readers.stopping), None

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from ..file_reader import ReadBuffer
-from ._masters import Master, Stop
+from ._masters import FileMaster, Master, Stop
 from ._shape import as_bytes, flat, normal_mode
 from ._weight import Entry
 
@@ -36,6 +36,12 @@ class CopyEngine(Protocol):
 
         Called on any thread, several at once with their own buffers.
         """
+
+    def take_warm(self, entry: Entry) -> torch.Tensor | None:
+        """Memory that holds a weight's hot copy already (uint8, 1-D), from the last phase that used it."""
+
+    def give_warm(self, entry: Entry, memory: torch.Tensor) -> None:
+        """Offers the memory of a hot copy, which nobody else has any more, to the next phase."""
 
     def before_use(self, entry: Entry) -> None:
         """Orders the calling thread's compute after the copy of a hot weight."""
@@ -89,8 +95,22 @@ class CpuCopies:
         with normal_mode():
             if entry.casts:
                 cast_into(flat(hot), master, entry.casts, buffer, stop)
+            elif entry.resident and isinstance(master, FileMaster):
+                entry.mark = master.read_own(as_bytes(hot), buffer, stop)
             else:
                 master.read_into(as_bytes(hot), buffer, stop)
+
+    def take_warm(self, entry: Entry) -> torch.Tensor | None:
+        taken = entry.master.take() if isinstance(entry.master, FileMaster) and not entry.casts else None
+        if taken is None:
+            return None
+        memory, entry.mark = taken
+        return memory
+
+    def give_warm(self, entry: Entry, memory: torch.Tensor) -> None:
+        mark, entry.mark = entry.mark, None
+        if mark is not None and isinstance(entry.master, FileMaster) and not entry.casts:
+            entry.master.give(memory, mark)
 
     def before_use(self, entry: Entry) -> None:
         pass

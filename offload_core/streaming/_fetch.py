@@ -18,14 +18,15 @@ if TYPE_CHECKING:
 
 class Fetch:
     """What a reader fills. `done` is set under the cache's lock; until then `hot` is the copy. begun: a thread fills it
-    that isn't a reader; without a job and not begun, it waits for whoever needs the weight."""
+    that isn't a reader; without a job and not begun, it waits for whoever needs the weight. filled: there is nothing
+    left to do."""
 
-    __slots__ = ("begun", "done", "entry", "error", "hot", "job", "region", "reservation")
+    __slots__ = ("begun", "done", "entry", "error", "filled", "hot", "job", "region", "reservation")
 
     def __init__(self, entry: Entry, hot: torch.Tensor, region: Region | None, reservation: Reservation | None) -> None:
         self.entry, self.region, self.reservation = entry, region, reservation
         self.hot: torch.Tensor | None = hot
-        self.begun = self.done = False
+        self.begun = self.done = self.filled = False
         self.error: BaseException | None = None
         self.job: Any = None
 

@@ -193,7 +193,7 @@ class Managed:
         item = part.item
         if item.ranges and part.rule.rule == "plain":
             where = item.ranges[0]
-            return FileMaster(self.scope.file(where.path), where, item.dtype)
+            return FileMaster(self.scope.file(where.path), where, item.dtype, self.scope.warm)
         reservation = self.scope.ledger.reserve("host", "masters", tensor.nbytes, entry.name)
         try:
             host = tensor.detach()
@@ -442,10 +442,21 @@ class Managed:
         """Takes every hot copy back. Returns the storages of resident wrapped ones, to see that they are gone.
 
         restore: the module gets its own tensors back, with the edits that were made. Otherwise it is left with cold
-        weights that say so when they are touched.
+        weights that say so when they are touched, and whole hot copies are offered to the next phase.
         """
         if self.released:
             return []
+        offered = [
+            (entry, as_bytes(entry.hot))
+            for entry in (self.entries if not restore and self.scope.warm is not None else ())
+            if entry.hot is not None and entry.region is None and entry.mark is not None
+        ]
+        held = self._release(restore=restore)
+        while offered:  # here, where no local of the release holds a weight any more
+            self.scope.engine.give_warm(*offered.pop())
+        return held
+
+    def _release(self, *, restore: bool) -> list[tuple[weakref.ref[Any], int]]:
         self.released = True
         for end in self.at_release:
             end()

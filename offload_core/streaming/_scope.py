@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from ..limits import (
     parse_limit,
 )
 from ..settings import OffloadSettings, check_settings
+from ..warm import WarmStore
 from ._accelerator import AcceleratorCopies, link_bytes
 from ._cache import WeightCache
 from ._copies import CopyEngine, CpuCopies
@@ -39,7 +41,8 @@ _STAGING_BYTES = 64 << 20
 class OffloadScope:
     """Everything that modules under offload share. `close` gives all of it back.
 
-    poll: see WeightCache. machine: what answers about memory, for tests.
+    poll: see WeightCache. machine: what answers about memory, for tests. warm: copies of weights in RAM, which give way
+    to whatever is booked here; with `settings.warm` they are used, and added to.
     """
 
     def __init__(
@@ -49,14 +52,16 @@ class OffloadScope:
         *,
         poll: Callable[[int], None] | None = None,
         machine: Machine | None = None,
+        warm: WarmStore | None = None,
     ) -> None:
         check_settings(settings)
         self.settings, self.device = settings, device
-        self.machine = machine or Machine()
+        self.machine, self._warm_store = machine or Machine(), warm
         self.ledger, self.device_memory, self.host_memory = self._ledger()
         total = self.ledger.limits["device"]
         self.resident_limit = parse_limit(settings.resident_memory, self.device_memory, "resident_memory")
         self.activation_bytes = activation_reserve(settings.activation_memory, total)
+        self.warm = warm.use(self.ledger.spare_host_bytes) if warm is not None and settings.warm else None
         self._reserve = self.ledger.reserve("device", "activations", self.activation_bytes)
         chunk = min(_LARGEST_CHUNK, max(_SMALLEST_CHUNK, total // 128 // 4096 * 4096))
         self._buffers = [ReadBuffer(chunk) for _ in range(1 + max(settings.read_threads, 0))]
@@ -158,6 +163,11 @@ class OffloadScope:
         return self._closed_bytes + sum(file.bytes_read for file in self._files.values())
 
     @property
+    def warm_bytes(self) -> int:
+        """Bytes of weights that were in RAM already, so that they weren't read."""
+        return self.warm.taken_bytes if self.warm is not None else 0
+
+    @property
     def staging_bytes(self) -> int:
         """Bytes of the buffers through which files are read."""
         return sum(buffer.nbytes for buffer in self._buffers)
@@ -183,7 +193,9 @@ class OffloadScope:
         return held
 
     def _ledger(self) -> tuple[Ledger, Memory, Memory]:
-        settings, host = self.settings, self.machine.host()
+        settings, host, warm = self.settings, self.machine.host(), self._warm_store
+        if warm is not None:
+            host = replace(host, free=host.free + warm.held_bytes)  # it gives way
         host_auto = auto_host_budget(host)
         host_budget = parse_budget(
             settings.host_memory, free=host.free, total=host.total, auto=host_auto, name="host_memory"
@@ -202,7 +214,7 @@ class OffloadScope:
         if on_cpu and settings.host_memory == "auto":
             # Hot weights are in RAM, too: what the user allows for them isn't taken back by a cautious guess.
             host_budget = max(host_budget, min(device_budget + _STAGING_BYTES, host.free))
-        return Ledger(device=device_budget, host=host_budget, shared=on_cpu), memory, host
+        return Ledger(device=device_budget, host=host_budget, shared=on_cpu, evictable=warm), memory, host
 
     def _engine(self, chunk_bytes: int) -> CopyEngine:
         if self.device.type == "cpu":

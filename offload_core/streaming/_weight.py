@@ -29,6 +29,7 @@ class Entry:
     names: dotted paths in the component, the first of ties first. cache: None once the component is released; then the
     weight is cold for good. casts: dtypes the stored values go through, the last is the layout's. fast: the hot copy of
     a resident weight, for which nothing needs to be waited for. pinned: it must not be dropped (a compiled block runs).
+    mark: content sum of a hot copy that may stay in RAM as a warm one (`warm.py`).
     """
 
     __slots__ = (
@@ -42,6 +43,7 @@ class Entry:
         "hot",
         "keep_on_host",
         "lookup_only",
+        "mark",
         "master",
         "names",
         "nbytes",
@@ -79,6 +81,7 @@ class Entry:
         self.region: Any = None
         self.reservation: Any = None
         self.group: str = ""
+        self.mark: int | None = None
         self.wrappers: list[weakref.ref[StreamedWeight]] = []
         self.seen: dict[int, int] = {}
 
