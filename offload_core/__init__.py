@@ -20,6 +20,7 @@ __version__ = "0.1.0"
 _HOME = {
     "Embeds": "phases",
     "Handle": "phases",
+    "Images": "phases",
     "Latents": "phases",
     "Lora": "phases",
     "Phase": "phases",
@@ -27,6 +28,8 @@ _HOME = {
     "decode": "phases",
     "denoise": "phases",
     "encode": "phases",
+    "encode_images": "phases",
+    "images_from_samples": "phases",
     "latents_from_samples": "phases",
     "load": "phases",
     "open_phase": "phases",
@@ -34,6 +37,7 @@ _HOME = {
     "foresee_decode": "foresight",
     "foresee_denoise": "foresight",
     "foresee_encode": "foresight",
+    "foresee_images": "foresight",
     "foresee_job": "foresight",
     "modular_blocks": "modular",
     "open_block": "modular",
@@ -136,11 +140,12 @@ if TYPE_CHECKING:
         RecordError,
         TraceError,
     )
-    from .foresight import Foresight, foresee_decode, foresee_denoise, foresee_encode, foresee_job
+    from .foresight import Foresight, foresee_decode, foresee_denoise, foresee_encode, foresee_images, foresee_job
     from .modular import modular_blocks, open_block
     from .phases import (
         Embeds,
         Handle,
+        Images,
         Latents,
         Lora,
         Phase,
@@ -148,6 +153,8 @@ if TYPE_CHECKING:
         decode,
         denoise,
         encode,
+        encode_images,
+        images_from_samples,
         latents_from_samples,
         load,
         open_phase,

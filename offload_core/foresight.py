@@ -20,11 +20,11 @@ from .plan import Limits, PhaseJob, Plan, plan_job
 from .rates import measured_rates, rates_of
 from .settings import OffloadSettings
 from .small_files import cache_folder
-from .trace_store import TraceStore, asked_embeds, asked_of, asked_plain, asked_values
+from .trace_store import TraceStore, asked_embeds, asked_images, asked_of, asked_plain, asked_values
 
 if TYPE_CHECKING:
     from .model_source import ModelSource
-    from .phases import Embeds, Handle, Latents, PhaseTrace
+    from .phases import Embeds, Handle, Images, Latents, PhaseTrace
     from .plan import Rates
     from .report import RunReport
     from .session import Session
@@ -117,6 +117,7 @@ def foresee_encode(
     prompt: Any,
     negative_prompt: Any = None,
     *,
+    images: Images | None = None,
     rates: Rates | None = None,
     session: Session | None = None,
     **pipeline_kwargs: Any,
@@ -126,20 +127,39 @@ def foresee_encode(
     from .phases import trace_cached_encode, trace_encode
 
     if session is not None:
-        known = trace_cached_encode(handle, prompt, negative_prompt, session=session, **pipeline_kwargs)
+        known = trace_cached_encode(handle, prompt, negative_prompt, images=images, session=session, **pipeline_kwargs)
         if known is not None:
             return _way_of(handle, [known], rates, session)
 
     def trace(here: Handle) -> Iterable[PhaseTrace]:
-        yield trace_encode(here, prompt, negative_prompt, session=session, **pipeline_kwargs)
+        yield trace_encode(here, prompt, negative_prompt, images=images, session=session, **pipeline_kwargs)
 
-    return _phase(handle, "encode", [prompt, negative_prompt, asked_values(pipeline_kwargs)], trace, rates, session)
+    asked = [prompt, negative_prompt, asked_images(images), asked_values(pipeline_kwargs)]
+    return _phase(handle, "encode", asked, trace, rates, session)
+
+
+def foresee_images(
+    handle: Handle,
+    images: Any,
+    *,
+    rates: Rates | None = None,
+    session: Session | None = None,
+    **kwargs: Any,
+) -> Foresight:
+    """What `encode_images` with these arguments will take. See `foresee_job`; raises what `encode_images` does."""
+    from .phases import trace_images
+
+    def trace(here: Handle) -> Iterable[PhaseTrace]:
+        yield trace_images(here, images, session=session, **kwargs)
+
+    return _phase(handle, "images", [asked_values({"images": images, **kwargs})], trace, rates, session)
 
 
 def foresee_denoise(
     handle: Handle,
     embeds: Embeds,
     *,
+    images: Images | None = None,
     seed: int = 0,
     rates: Rates | None = None,
     session: Session | None = None,
@@ -151,9 +171,10 @@ def foresee_denoise(
     check_embeds(handle, handle.source(), embeds)
 
     def trace(here: Handle) -> Iterable[PhaseTrace]:
-        yield trace_denoise(here, embeds, seed=seed, session=session, **pipeline_kwargs)
+        yield trace_denoise(here, embeds, images=images, seed=seed, session=session, **pipeline_kwargs)
 
-    return _phase(handle, "denoise", [asked_embeds(embeds), asked_values(pipeline_kwargs)], trace, rates, session)
+    asked = [asked_embeds(embeds), asked_images(images), asked_values(pipeline_kwargs)]
+    return _phase(handle, "denoise", asked, trace, rates, session)
 
 
 def foresee_decode(

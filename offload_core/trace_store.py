@@ -27,7 +27,7 @@ from .streaming import PartSize, WeightSize
 from .trace import Stretch, Trace, TracedWeight
 
 if TYPE_CHECKING:
-    from .phases import Embeds, Handle, PhaseTrace
+    from .phases import Embeds, Handle, Images, PhaseTrace
     from .phases._plain import Plain
 
 log = logging.getLogger(__name__)
@@ -93,6 +93,17 @@ def asked_embeds(embeds: Embeds) -> Any:
     records = sorted((name.partition(":")[0], asked_plain(plain)) for name, plain in embeds.records.items())
     arguments = [item for item in embeds.call.structure["dict"] if "prompt" not in item[0]]
     return [records, asked_plain(replace(embeds.call, structure=arguments))]
+
+
+def asked_images(images: Images | None) -> Any:
+    """What of encoded pictures decides the trace of a denoise: which pipeline takes them, their sizes, and the layout
+    of what was encoded."""
+    if images is None:
+        return None
+    from .phases._plain import from_plain
+
+    records = sorted((name.partition(":")[0], asked_plain(plain)) for name, plain in images.records.items())
+    return [images.pipeline, records, asked_values(from_plain(images.call, torch.device("cpu")))]
 
 
 def asked_plain(plain: Plain) -> list[Any]:

@@ -4,15 +4,26 @@ from ._components import from_files, stand_in
 from ._decode import check_latents, decode, latents_from_samples
 from ._denoise import check_denoise, check_embeds, denoise
 from ._encode import encode
-from ._foresee import PhaseTrace, TracedCall, foresee, trace_cached_encode, trace_decode, trace_denoise, trace_encode
+from ._foresee import (
+    PhaseTrace,
+    TracedCall,
+    foresee,
+    trace_cached_encode,
+    trace_decode,
+    trace_denoise,
+    trace_encode,
+    trace_images,
+)
 from ._handle import Handle, load
+from ._images import encode_images, images_from_samples
 from ._loras import Lora, as_loras
-from ._records import Embeds, Latents
+from ._records import Embeds, Images, Latents
 from ._scope import Phase, open_phase
 
 __all__ = [
     "Embeds",
     "Handle",
+    "Images",
     "Latents",
     "Lora",
     "Phase",
@@ -25,8 +36,10 @@ __all__ = [
     "decode",
     "denoise",
     "encode",
+    "encode_images",
     "foresee",
     "from_files",
+    "images_from_samples",
     "latents_from_samples",
     "load",
     "open_phase",
@@ -35,4 +48,5 @@ __all__ = [
     "trace_decode",
     "trace_denoise",
     "trace_encode",
+    "trace_images",
 ]

@@ -6,6 +6,7 @@ import contextlib
 import difflib
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from ..model_source import ModelSource
 from ..plan import Plan
 from ..session import Session
 from ._components import Component
-from ._encode import friendly_errors, one_negative_each, run_encode
+from ._encode import friendly_errors, one_negative_each, pictures_call, run_encode, with_pictures
 from ._handle import Handle, model_defaults
 from ._layout import Layout
 from ._loras import plan_loras
@@ -24,9 +25,10 @@ from ._pipeline import call_class, check_call
 from ._plain import Plain, RecordMissing, from_plain
 from ._ports import CapturePort, PhaseDone, Port, Records, ReplayPort, RunPort
 from ._preview import Previewer
-from ._records import Embeds, Latents
+from ._records import Embeds, Images, Latents
 from ._roles import Role, models, role_of
 from ._scope import OpenPhase, Phase
+from ._tasks import needs_pictures
 
 SEED_LIMIT = 2**64
 
@@ -35,6 +37,7 @@ def denoise(
     handle: Handle,
     embeds: Embeds,
     *,
+    images: Images | None = None,
     seed: int = 0,
     session: Session | None = None,
     plan: Plan | None = None,
@@ -44,24 +47,22 @@ def denoise(
 
     The noise comes from a CPU generator seeded with `seed` (0 to 2**64 - 1). pipeline_kwargs are those of the
     pipeline's call (height, width, num_inference_steps, guidance_scale, num_images_per_prompt, ...); what is left out
-    is what Encode was given, else the model's default. plan: see `encode`.
+    is what Encode was given, else the model's default. images: what `encode_images` or `images_from_samples` made; the
+    pipeline is then the one that takes them, and has arguments of its own (strength). plan: see `encode`.
 
     Raises InputError for a bad argument, RecordError for embeddings of other encoders, MissingRecordError for an
     encoding that the embeddings lack if `settings.encode_missing` is off, InsufficientMemoryError, NumericalError.
     """
     session = session or Session()
-    source = handle.source()
     _check_seed(seed)
-    check_embeds(handle, source, embeds)
-    call = one_negative_each(denoise_call(source, embeds, pipeline_kwargs))
-    check_call(call_class(source), call)
+    handle, source, call, known = denoise_question(handle, embeds, images, pipeline_kwargs)
     try:
-        return _run(handle, source, embeds.records, call, seed, session, plan=plan)
+        return _run(handle, source, known, call, seed, session, plan=plan)
     except RecordMissing as missing:
         if not handle.settings.encode_missing:
             raise MissingRecordError(_missing_sentence(embeds, call, missing.component)) from None
         component = missing.component
-    known = dict(embeds.records) if component else {}  # a record that lacks a part must be made again whole
+    known = known if component else {}  # a record that lacks a part must be made again whole
     again = run_encode(handle, source, call, call, session, known, plan)
     note = f"{component or 'Every encoder'} was run again for Denoise."
     try:
@@ -70,9 +71,23 @@ def denoise(
         raise MissingRecordError(_missing_sentence(embeds, call, missing.component)) from None
 
 
-def denoise_call(source: ModelSource, embeds: Embeds, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of the pipeline's call: the caller's, what Encode was given, the model's defaults."""
-    return {**model_defaults(source), **from_plain(embeds.call, torch.device("cpu")), **kwargs}
+def denoise_question(
+    handle: Handle, embeds: Any, images: Images | None, kwargs: dict[str, Any]
+) -> tuple[Handle, ModelSource, dict[str, Any], dict[str, Any]]:
+    """The model as the pipeline that takes what it is given; the arguments of its call (the caller's, those of the
+    pictures, what Encode was given, the model's defaults), checked; and what is encoded already."""
+    check_embeds(handle, handle.source(), embeds)
+    encoded = from_plain(embeds.call, torch.device("cpu"))
+    handle = with_pictures(handle, images)
+    if images is None and "image" in encoded:  # the embeddings carry the pictures
+        handle = replace(handle, pipeline=embeds.pipeline)
+    source = handle.source()
+    given = {**encoded, **pictures_call(handle, source, images), **kwargs}
+    call = one_negative_each({**model_defaults(source), **given})
+    check_call(call_class(source), call)
+    if "image" not in call and needs_pictures(source):
+        raise InputError(f"{source.pipeline_class} needs a picture: give Denoise the images.")
+    return handle, source, call, {**embeds.records, **(images.records if images is not None else {})}
 
 
 def check_denoise(handle: Handle, *, seed: int = 0, **pipeline_kwargs: Any) -> None:
@@ -213,7 +228,7 @@ def check_embeds(handle: Handle, source: ModelSource, embeds: Any) -> None:
 
 def check_size(pipeline: Any, call: dict[str, Any]) -> None:
     """Raises InputError for a size the pipeline would silently round or fail on."""
-    multiple = _size_multiple(pipeline)
+    multiple = size_multiple(pipeline)
     for name in ("height", "width"):
         value = call.get(name)
         if value is None:
@@ -230,7 +245,7 @@ def check_size(pipeline: Any, call: dict[str, Any]) -> None:
             raise InputError(f"{name} is {value!r}; it must be a whole number of at least 1.")
 
 
-def _size_multiple(pipeline: Any) -> int:
+def size_multiple(pipeline: Any) -> int:
     spatial = getattr(pipeline, "vae_scale_factor_spatial", None) or getattr(pipeline, "vae_scale_factor", None) or 8
     patch = getattr(getattr(getattr(pipeline, "transformer", None), "config", None), "patch_size", 1)
     patch = patch[-1] if isinstance(patch, list | tuple) else patch

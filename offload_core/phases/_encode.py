@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from ..errors import InputError
+from ..errors import InputError, RecordError
 from ..model_source import ModelSource
 from ..plan import Plan
 from ..session import Session
@@ -18,9 +19,10 @@ from ._marks import encoders_mark
 from ._pipeline import call_class, call_parameters, check_call
 from ._plain import Plain, RecordMissing, from_plain
 from ._ports import EncodeOnlyPort, HeadPort, PhaseDone, Port, RecordingPort, Records, StopPort
-from ._records import Embeds, plain_call
+from ._records import Embeds, Images, plain_call
 from ._roles import Role, models, role_of
 from ._scope import OpenPhase, Phase
+from ._tasks import needs_pictures
 
 # Raised above 1 while encoding, so that the negative prompt is always encoded and Denoise may choose any guidance.
 GUIDANCE_ARGUMENTS = ("guidance_scale", "true_cfg_scale")
@@ -32,6 +34,7 @@ def encode(
     prompt: str | list[str] | None = None,
     negative_prompt: str | list[str] | None = None,
     *,
+    images: Images | None = None,
     session: Session | None = None,
     plan: Plan | None = None,
     **pipeline_kwargs: Any,
@@ -39,15 +42,51 @@ def encode(
     """Embeddings of `prompt` and `negative_prompt` that serve any Denoise, whatever its guidance, size or batch.
 
     pipeline_kwargs are those of the pipeline's own call (prompt_2, max_sequence_length, clip_skip, image, ...). Each
-    encoder runs at most as often as in a one-shot run with guidance on. plan: of this job, made before
+    encoder runs at most as often as in a one-shot run with guidance on. images: what `encode_images` made, for a model
+    whose text encoder sees the picture; the embeddings then carry them to Denoise, too. plan: of this job, made before
     (`foresee_job`); memory is then kept for the activations that it foretells.
 
     Raises InputError for arguments the pipeline doesn't take, ModelError for files that changed,
     InsufficientMemoryError.
     """
+    handle, source, call = encode_question(handle, prompt, negative_prompt, images, pipeline_kwargs)
+    run = encode_run(source, call)
+    known = dict(images.records) if images is not None else {}
+    return run_encode(handle, source, run, call, session or Session(), known, plan)
+
+
+def encode_question(
+    handle: Handle, prompt: Any, negative_prompt: Any, images: Images | None, kwargs: dict[str, Any]
+) -> tuple[Handle, ModelSource, dict[str, Any]]:
+    """The model as the pipeline that takes `images`, and the arguments of its call that the caller gives, checked."""
+    handle = with_pictures(handle, images)
     source = handle.source()
-    call = encode_call(source, prompt, negative_prompt, pipeline_kwargs)
-    return run_encode(handle, source, encode_run(source, call), call, session or Session(), {}, plan)
+    pictures = pictures_call(handle, source, images)
+    if "image" not in {**pictures, **kwargs} and needs_pictures(source):
+        raise InputError(f"{source.pipeline_class} needs a picture beside the prompt: give Encode the images.")
+    return handle, source, encode_call(source, prompt, negative_prompt, {**pictures, **kwargs})
+
+
+def with_pictures(handle: Handle, images: Images | None) -> Handle:
+    """The model as the pipeline that takes these pictures."""
+    if images is None:
+        return handle
+    if not isinstance(images, Images):
+        raise InputError(f"images must be what encode_images made, not {type(images).__name__}.")
+    return replace(handle, pipeline=images.pipeline)
+
+
+def pictures_call(handle: Handle, source: ModelSource, images: Images | None) -> dict[str, Any]:
+    """The arguments that the pictures are. Raises RecordError for those of another VAE."""
+    if images is None:
+        return {}
+    if images.encoders != encoders_mark(handle, source, images.records):
+        raise RecordError(
+            "The images' field encoders doesn't match this model: another VAE, dtype or LoRA made them. "
+            "Run Encode Image with this model."
+        )
+    call: dict[str, Any] = from_plain(images.call, torch.device("cpu"))
+    return call
 
 
 def encode_call(source: ModelSource, prompt: Any, negative_prompt: Any, kwargs: dict[str, Any]) -> dict[str, Any]:

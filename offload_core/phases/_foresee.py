@@ -23,14 +23,15 @@ from ._answers import Answers
 from ._cold import forget_method_caches
 from ._components import Component
 from ._decode import ENCODER_HALF, TILE_SIZES, decode_arguments
-from ._denoise import check_size, collect_latents, denoise_call, denoise_ports, let_vaes_run
-from ._encode import encode_call, encode_ports, encode_run, friendly_errors, one_negative_each
+from ._denoise import check_size, collect_latents, denoise_ports, denoise_question, let_vaes_run
+from ._encode import encode_call, encode_ports, encode_question, encode_run, friendly_errors, one_negative_each
 from ._handle import Handle, model_defaults
+from ._images import NoisePort, image_ports, images_question, run_images, with_size
 from ._loras import trace_loras
 from ._pipeline import call_class, check_call
 from ._plain import RecordMissing, from_plain
 from ._ports import PhaseDone, Port, Records, ReplayPort, RunPort, StopPort
-from ._records import Embeds, Latents, plain_call
+from ._records import Embeds, Images, Latents, plain_call
 from ._scope import OpenPhase, Phase
 from ._tiling import tile
 
@@ -84,38 +85,77 @@ def foresee(
 
 
 def trace_encode(
-    handle: Handle, prompt: Any, negative_prompt: Any = None, *, session: Session | None = None, **pipeline_kwargs: Any
+    handle: Handle,
+    prompt: Any,
+    negative_prompt: Any = None,
+    *,
+    images: Images | None = None,
+    session: Session | None = None,
+    **pipeline_kwargs: Any,
 ) -> PhaseTrace:
     """What `encode` would do for these arguments. See `foresee`."""
-    source = handle.source()
-    call = encode_call(source, prompt, negative_prompt, pipeline_kwargs)
-    return _encode(handle, source, call, Records(), _poll(session))
+    handle, source, call = encode_question(handle, prompt, negative_prompt, images, pipeline_kwargs)
+    return _encode(handle, source, call, Records(images.records if images is not None else None), _poll(session))
+
+
+def trace_images(
+    handle: Handle,
+    images: Any,
+    *,
+    mask: Any = None,
+    height: int | None = None,
+    width: int | None = None,
+    task: str | None = None,
+    session: Session | None = None,
+    **pipeline_kwargs: Any,
+) -> PhaseTrace:
+    """What `encode_images` would do for these arguments. See `foresee`."""
+    handle, source, call = images_question(handle, images, mask, task, pipeline_kwargs)
+    watch = _Watch(_poll(session))
+    ports: dict[str, Port] = image_ports(source, Records(), handle.device_here())
+    guessed = {name: _GuessedPort(name, watch) for name, port in ports.items() if isinstance(port, NoisePort)}
+    with OpenPhase(handle, source, "images", Session(), {**_traced(ports, watch), **guessed}) as phase:
+        call = with_size(phase, source, call, height, width)
+        with watch.watching(phase):
+            run_images(phase, source, call)
+        return watch.result(phase)
 
 
 def trace_cached_encode(
-    handle: Handle, prompt: Any, negative_prompt: Any = None, *, session: Session, **pipeline_kwargs: Any
+    handle: Handle,
+    prompt: Any,
+    negative_prompt: Any = None,
+    *,
+    images: Images | None = None,
+    session: Session,
+    **pipeline_kwargs: Any,
 ) -> PhaseTrace | None:
     """What `encode` would do beside taking answers from the session's prompt cache: nothing, if it holds them all. None
     if it holds none of this model. Raises what `trace_encode` does."""
-    source = handle.source()
-    call = encode_call(source, prompt, negative_prompt, pipeline_kwargs)
+    handle, source, call = encode_question(handle, prompt, negative_prompt, images, pipeline_kwargs)
     answers = Answers(session.prompt_cache, handle, source, encode_run(source, call))
     if not answers.hopeful:
         return None
+    known = images.records if images is not None else None
     try:
-        traced = _encode(replace(handle, device="cpu"), source, call, Records(answers=answers), _poll(session))
+        traced = _encode(replace(handle, device="cpu"), source, call, Records(known, answers), _poll(session))
     except RecordMissing:  # a kept answer lacks a part: `encode` would ask all anew
         return None
     return traced if answers.taken else None
 
 
 def trace_denoise(
-    handle: Handle, embeds: Embeds, *, seed: int = 0, session: Session | None = None, **pipeline_kwargs: Any
+    handle: Handle,
+    embeds: Embeds,
+    *,
+    images: Images | None = None,
+    seed: int = 0,
+    session: Session | None = None,
+    **pipeline_kwargs: Any,
 ) -> PhaseTrace:
     """What `denoise` would do for these arguments. See `foresee`."""
-    source, records, poll = handle.source(), Records(embeds.records), _poll(session)
-    call = one_negative_each(denoise_call(source, embeds, pipeline_kwargs))
-    check_call(call_class(source), call)
+    handle, source, call, known = denoise_question(handle, embeds, images, pipeline_kwargs)
+    records, poll = Records(known), _poll(session)
     try:
         return _denoise(handle, source, call, records, seed, poll)[0]
     except RecordMissing:  # denoise would run the encoders again
@@ -232,6 +272,19 @@ class _TracedPort:
             return self.watch.call(self.component, name, run, args, kwargs)
 
         return self.inner.call(module, name, traced, args, kwargs)
+
+
+class _GuessedPort:
+    """Stands for a component whose answer is guessed in the phase, too: what tracing it takes isn't counted."""
+
+    def __init__(self, component: str, watch: _Watch) -> None:
+        self.component, self.watch = component, watch
+
+    def call(self, module: nn.Module, name: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        peak = self.watch.tracer.peak_bytes
+        result, _ = self.watch.tracer.call(f"{self.component}.{name}", run, args, kwargs)
+        self.watch.tracer.peak_bytes = peak
+        return result
 
 
 def _encode(handle: Handle, source: ModelSource, call: dict[str, Any], records: Records, poll: Poll) -> PhaseTrace:

@@ -16,14 +16,16 @@ from ..settings import OffloadSettings, check_settings
 from ._blocks import blocks_make_video
 from ._loras import Lora, as_loras
 from ._pipeline import call_class, call_parameters
+from ._tasks import check_sibling, class_for_task
 
 
 @dataclass(frozen=True)
 class Handle:
     """A model ready for phases. Frozen, hashable, picklable; equal handles mean the same model and settings.
 
-    model: folder as given. fingerprint: of the model's configs and files when it was loaded; a phase refuses files that
-    changed since. device and dtype: as asked ("auto" is decided where the phase runs). loras: applied in this order.
+    model: folder as given. pipeline: the class it runs as. fingerprint: of the model's configs and files when it was
+    loaded; a phase refuses files that changed since. device and dtype: as asked ("auto" is decided where the phase
+    runs). loras: applied in this order.
     """
 
     model: str = field(repr=False)
@@ -36,10 +38,25 @@ class Handle:
 
     def source(self) -> ModelSource:
         """The model's files, checked again. Raises ModelError if they are gone or changed since `load`."""
+        source = self._folder()
+        if source.pipeline_class != self.pipeline:
+            check_sibling(source, self.pipeline)
+            source = replace(source, pipeline_class=self.pipeline)
+        return source
+
+    def _folder(self) -> ModelSource:
         source = resolve_model(self.model)
         if source.fingerprint != self.fingerprint:
             raise ModelError(f"The model {source.root.name} changed on disk since it was loaded. Load it again.")
         return source
+
+    def for_task(self, task: str) -> Handle:
+        """The same model as the pipeline that does `task`: "image-to-image", "inpaint" or "image-to-video".
+
+        Its own pipeline if that takes a picture, else a sibling of it over the same components. Raises InputError if
+        there is none.
+        """
+        return replace(self, pipeline=class_for_task(self._folder(), task))
 
     def device_here(self) -> torch.device:
         return resolve_device(self.device)

@@ -97,6 +97,7 @@ def build_pipeline(
             setattr(pipeline, name, part)
         return pipeline
     accepted = inspect.signature(cls.__init__).parameters
+    parts = {name: part for name, part in parts.items() if name in accepted}  # a sibling may do without one
     absent = {name: None for name, p in accepted.items() if p.default is inspect.Parameter.empty and name != "self"}
     options = {name: value for name, value in source.options.items() if name in accepted}
     pipeline.__init__(**absent | options | parts)

@@ -1,4 +1,4 @@
-"""Embeddings and latents: what one phase hands to the next, in memory and on disk."""
+"""Embeddings, pictures and latents: what one phase hands to the next, in memory and on disk."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 from ..errors import InputError, RecordError
 from ._layout import Layout
-from ._plain import Plain, raw_bytes, to_plain
+from ._plain import Plain, from_plain, raw_bytes, to_plain
 
 FORMAT = 1
 
@@ -56,6 +56,34 @@ class Embeds:
             records,
             tuple(_need(meta, "notes", list, path)),
         )
+
+
+@dataclass(frozen=True, eq=False)
+class Images:
+    """Pictures for a pipeline to start from or to look at, and what its VAE made of them. CPU tensors only.
+
+    pipeline: the class that takes them. encoders: fingerprint of the VAE (and picture encoder) that saw them. call: the
+    arguments they are (image, mask_image, height, width, ...), used by denoise as defaults. records: answers by content
+    of the question. notes: sentences worth knowing.
+    """
+
+    pipeline: str
+    encoders: str = field(repr=False)
+    call: Plain = field(repr=False)
+    records: dict[str, Plain] = field(repr=False)
+    notes: tuple[str, ...] = ()
+
+    @property
+    def pictures(self) -> list[Any]:
+        """The pictures, as PIL images, in order."""
+        call = from_plain(self.call, torch.device("cpu"))
+        image = call["image"]
+        last = [call["last_image"]] if "last_image" in call else []
+        return [*(image if isinstance(image, list) else [image]), *last]
+
+    @property
+    def nbytes(self) -> int:
+        return self.call.nbytes + sum(record.nbytes for record in self.records.values())
 
 
 @dataclass(frozen=True, eq=False)
