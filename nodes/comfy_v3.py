@@ -119,6 +119,8 @@ def _type(io: Any, name: str) -> Any:
         "IMAGE": "Image",
         "MASK": "Mask",
         "LATENT": "Latent",
+        "AUDIO": "Audio",
+        "VIDEO": "Video",
         ANY_TYPE: "AnyType",
     }
     return getattr(io, known[name]) if name in known else io.Custom(name)

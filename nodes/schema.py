@@ -13,6 +13,7 @@ from .results import NodeResult
 
 MODEL_TYPE = "PHASE_OFFLOAD_MODEL"
 EMBEDS_TYPE = "PHASE_OFFLOAD_EMBEDS"
+IMAGES_TYPE = "PHASE_OFFLOAD_IMAGES"
 ANY_TYPE = "*"
 
 RECORD_KEY = "phase_offload"  # of our exact record, in a LATENT

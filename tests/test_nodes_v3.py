@@ -118,7 +118,10 @@ def comfy_api(new: bool) -> types.SimpleNamespace:
         String=socket("STRING", f"default multiline placeholder {more}"),
         Combo=socket("COMBO", f"default options control_after_generate {more}"),
         Image=socket("IMAGE"),
+        Mask=socket("MASK"),
         Latent=socket("LATENT"),
+        Audio=socket("AUDIO"),
+        Video=socket("VIDEO"),
         AnyType=socket("*"),
         Custom=socket,
     )

@@ -7,9 +7,9 @@ pictures are all that they ever hold.
 from __future__ import annotations
 
 from ..schema import Node
-from . import denoise, encode_prompt, load, plan_preview, purge_cache, vae_decode
+from . import denoise, encode_image, encode_prompt, load, plan_preview, purge_cache, vae_decode
 
 # In the order in which a host lists them.
-_MODULES = (load, encode_prompt, denoise, vae_decode, plan_preview, purge_cache)
+_MODULES = (load, encode_prompt, encode_image, denoise, vae_decode, plan_preview, purge_cache)
 
 NODES: dict[str, Node] = {module.NODE.schema.id: module.NODE for module in _MODULES}

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import offload_core
+from offload_core.errors import InputError
 
 from ..foreseen import foreseen
+from ..pictures import mask_as_picture
 from ..results import NodeResult
-from ..schema import EMBEDS_TYPE, MODEL, RECORD_KEY, Input, Node, NodeSchema, Output
+from ..schema import EMBEDS_TYPE, IMAGES_TYPE, MODEL, RECORD_KEY, Input, Node, NodeSchema, Output
 from ._job import JOB, pipeline_options
 
 if TYPE_CHECKING:
     from ..calls import NodeCall
 
 LARGEST_SEED = 2**64 - 1
+STRENGTH_DEFAULT = -1.0  # the model's own default
 
 SCHEMA = NodeSchema(
     id="PhaseOffloadDenoise",
     display_name="Denoise Phase",
-    description="Loads the denoiser, makes a latent picture from noise step by step, and gives the memory back.",
+    description=(
+        "Loads the denoiser, makes a latent picture from noise, or from a picture, step by step, and gives the memory "
+        "back."
+    ),
     inputs=(
         MODEL,
         Input("embeds", EMBEDS_TYPE, "The encoded prompts, from Encode Prompt Phase."),
@@ -33,6 +41,30 @@ SCHEMA = NodeSchema(
             control_after_generate=True,
         ),
         *JOB,
+        Input(
+            "images",
+            IMAGES_TYPE,
+            "From Encode Image Phase: a picture to start from, to look at, or to set in motion.",
+            optional=True,
+        ),
+        Input(
+            "latent",
+            "LATENT",
+            "A latent picture to start from, such as VAE Encode makes; its noise mask says where to repaint. In place "
+            "of images.",
+            optional=True,
+        ),
+        Input(
+            "strength",
+            "FLOAT",
+            "How much of the picture to make anew: 1 all of it, 0.3 a little. -1: the model's own default. It has an "
+            "effect where there is a picture to start from.",
+            default=STRENGTH_DEFAULT,
+            min=-1.0,
+            max=1.0,
+            step=0.01,
+            optional=True,
+        ),
     ),
     outputs=(
         Output(
@@ -56,13 +88,58 @@ def denoise(
     width: int,
     height: int,
     batch: int,
+    images: Any = None,
+    latent: Mapping[str, Any] | None = None,
+    strength: float = STRENGTH_DEFAULT,
 ) -> NodeResult:
-    """PhaseOffloadDenoise: a LATENT of `batch` pictures. 0 (and a negative guidance) leave the model's own default."""
+    """PhaseOffloadDenoise: a LATENT of `batch` pictures. 0 (and a negative guidance or strength) leave the model's own
+    default."""
+    images = _start(model, images, latent)
     options, notes = pipeline_options(model, steps=steps, guidance=guidance, width=width, height=height, batch=batch)
+    if images is not None:
+        options["images"] = images
+        _leave_size_to_picture(options)
+    notes += _add_strength(options, model, images, strength)
     with foreseen(call, offload_core.foresee_denoise, model, embeds, seed=seed, **options) as plan:
         latents = offload_core.denoise(model, embeds, seed=seed, session=call.session, plan=plan, **options)
     call.say_how_it_went(*notes)
     return NodeResult(({"samples": latents.samples, RECORD_KEY: latents},))
+
+
+def _start(model: Any, images: Any, latent: Mapping[str, Any] | None) -> Any:
+    """What to start from, if anything: the encoded pictures, or those that a LATENT stands for."""
+    if latent is None:
+        return images
+    if images is not None:
+        raise InputError("Denoise Phase starts from images or from a latent: take one of the two off.")
+    samples = latent["samples"]
+    if getattr(samples, "is_nested", False):
+        raise InputError("This LATENT holds several tensors (sound and picture): Denoise Phase can't start from it.")
+    mask = latent.get("noise_mask")
+    return offload_core.images_from_samples(
+        model, samples.to("cpu"), mask=None if mask is None else mask_as_picture(mask)
+    )
+
+
+def _leave_size_to_picture(options: dict[str, Any]) -> None:
+    """Refuses a size where the picture sets it: it would have to be encoded again."""
+    if {"width", "height"} & set(options):
+        raise InputError(
+            "The size comes from the picture: leave width and height of Denoise Phase at 0, and set them on Encode "
+            "Image Phase."
+        )
+
+
+def _add_strength(options: dict[str, Any], model: Any, images: Any, strength: float) -> list[str]:
+    """Adds the strength to the pipeline's arguments, or says why it has no effect."""
+    if strength < 0:
+        return []
+    if images is None:
+        return [f"There is no picture to start from: strength {strength:g} was not used."]
+    if "strength" not in replace(model, pipeline=images.pipeline).defaults:
+        return [f"{images.pipeline} takes no strength: {strength:g} was not used."]
+    options["strength"] = strength
+    return []
 
 
 NODE = Node(SCHEMA, denoise)
