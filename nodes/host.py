@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,17 @@ class ComfyHost:
 
         dtype = mm.intermediate_dtype() if hasattr(mm, "intermediate_dtype") else torch.float32
         return {"device": mm.intermediate_device(), "dtype": dtype}
+
+    def video(self, image: Any, frame_rate: float, audio: Any) -> Any:
+        from comfy_api.latest import InputImpl, Types
+
+        rate = Fraction(frame_rate).limit_denominator(1001)
+        return InputImpl.VideoFromComponents(Types.VideoComponents(images=image, frame_rate=rate, audio=audio))
+
+    def nothing(self, why: str) -> Any:
+        from comfy_execution.graph_utils import ExecutionBlocker
+
+        return ExecutionBlocker(why)
 
     def observer(self, node_id: str | None = None) -> NodeObserver:
         return ComfyObserver(node_id or running_node_id())

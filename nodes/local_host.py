@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,15 @@ from .progress import NodeObserver
 
 class GraphInterrupted(BaseException):
     """The run of a graph was stopped. Not an Exception, so that nothing swallows it by mistake."""
+
+
+@dataclass(frozen=True)
+class Video:
+    """A VIDEO without a host: IMAGE [N, H, W, C], frames per second, and an AUDIO or None."""
+
+    image: Any
+    frame_rate: float
+    audio: Any = None
 
 
 class LocalHost:
@@ -59,6 +69,12 @@ class LocalHost:
         import torch
 
         return {"device": torch.device("cpu"), "dtype": torch.float32}
+
+    def video(self, image: Any, frame_rate: float, audio: Any) -> Video:
+        return Video(image, frame_rate, audio)
+
+    def nothing(self, why: str) -> None:
+        """None: no node of the graph runner takes what could be missing."""
 
     def observer(self, node_id: str | None) -> NodeObserver:
         return _LocalObserver(self, node_id)

@@ -7,16 +7,17 @@ from typing import TYPE_CHECKING, Any
 from offload_core.errors import InputError
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
     from PIL.Image import Image
 
 
-def as_image(pixels: torch.Tensor) -> torch.Tensor:
-    """(B, C, H, W) or (B, F, C, H, W) → [B, H, W, C] or [B·F, H, W, C], a tensor of its own."""
+def as_image(pixels: np.ndarray) -> torch.Tensor:
+    """float32 (B, H, W, C) or (B, F, H, W, C) → [B, H, W, C] or [B·F, H, W, C], over the same memory."""
+    import numpy as np
     import torch
 
-    image = pixels.flatten(0, 1) if pixels.ndim == 5 else pixels
-    return image.movedim(1, -1).to(torch.float32).contiguous()
+    return torch.from_numpy(np.ascontiguousarray(pixels).reshape(-1, *pixels.shape[-3:]))
 
 
 def picture_as_image(picture: Image) -> torch.Tensor:

@@ -16,6 +16,8 @@ from .model_list import ModelList
 from .progress import NodeObserver
 
 if TYPE_CHECKING:
+    import torch
+
     from offload_core.model_source import ModelSource
 
 REMEMBERED_PHASES = 100
@@ -38,6 +40,12 @@ class Host(Protocol):
 
     def image_placement(self) -> dict[str, Any]:
         """Where IMAGE outputs belong: the device and dtype for `Tensor.to`."""
+
+    def video(self, image: torch.Tensor, frame_rate: float, audio: Any) -> Any:
+        """A VIDEO of the frames of an IMAGE, and of an AUDIO if it isn't None."""
+
+    def nothing(self, why: str) -> Any:
+        """The value of an output that has none: what follows it doesn't run, and the person is told why."""
 
     def observer(self, node_id: str | None) -> NodeObserver:
         """Who listens to a node while it runs, and may interrupt it."""

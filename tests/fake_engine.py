@@ -41,6 +41,8 @@ class Embeds:
 class Latents:
     exact: torch.Tensor
     options: dict[str, Any] = field(default_factory=dict)
+    frame_rate: float | None = None
+    sound: Any = None
 
     @property
     def samples(self) -> torch.Tensor:
@@ -95,11 +97,11 @@ class Engine:
 
     def decode(
         self, handle: Handle, latents: Latents, output_type: str, *, tiling: str, session: Session, plan: Any = None
-    ) -> torch.Tensor:
+    ) -> Any:
         self._phase("decode", session, tiling=tiling, latents=latents, output_type=output_type)
         if not isinstance(latents, Latents):
             raise InputError("not latents")
-        return latents.exact[:, :3].repeat_interleave(8, -1).repeat_interleave(8, -2)
+        return latents.exact[:, :3].repeat_interleave(8, -1).repeat_interleave(8, -2).movedim(1, -1).numpy()
 
     def latents_from_samples(self, handle: Handle, samples: torch.Tensor) -> Latents:
         self._note("latents_from_samples")

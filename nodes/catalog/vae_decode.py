@@ -16,6 +16,9 @@ from ..schema import MODEL, RECORD_KEY, Input, Node, NodeSchema, Output
 if TYPE_CHECKING:
     from ..calls import NodeCall
 
+OWN_FRAME_RATE = 0.0  # frame_rate: the model's
+USUAL_FRAME_RATE = 24.0  # of a model that doesn't say
+
 SCHEMA = NodeSchema(
     id="PhaseOffloadVAEDecode",
     display_name="VAE Decode Phase",
@@ -36,20 +39,46 @@ SCHEMA = NodeSchema(
             default="auto",
             options=("auto", "on", "off"),
         ),
+        Input(
+            "frame_rate",
+            "FLOAT",
+            "Frames per second of the video output. 0: the model's own.",
+            default=OWN_FRAME_RATE,
+            min=0.0,
+            max=240.0,
+            step=0.01,
+            optional=True,
+        ),
     ),
-    outputs=(Output("image", "IMAGE", "The pictures; the frames of a video come as a batch."),),
-    search_aliases=("vae decode", "latent to image", "tiled", "tiling", "offload"),
+    outputs=(
+        Output("image", "IMAGE", "The pictures; the frames of a video come as a batch."),
+        Output(
+            "audio", "AUDIO", "The sound of a model that makes some (LTX-2). With others, what follows doesn't run."
+        ),
+        Output("video", "VIDEO", "The frames and the sound as one video, for Save Video."),
+    ),
+    search_aliases=("vae decode", "latent to image", "tiled", "tiling", "video", "audio", "sound", "fps", "offload"),
 )
 
 
-def vae_decode(call: NodeCall, *, model: Any, latent: Mapping[str, Any], tiling: str) -> NodeResult:
-    """PhaseOffloadVAEDecode: IMAGE [B, H, W, 3], 0 to 1. The frames of videos follow each other in the batch."""
+def vae_decode(
+    call: NodeCall, *, model: Any, latent: Mapping[str, Any], tiling: str, frame_rate: float = OWN_FRAME_RATE
+) -> NodeResult:
+    """PhaseOffloadVAEDecode: IMAGE [B, H, W, 3], 0 to 1, its sound if it has some, and both as a video.
+
+    The frames of videos follow each other in the batch.
+    """
     latents, notes = _latents_to_decode(model, latent)
+    host = call.state.host
+    sound = offload_core.decode_sound(model, latents, session=call.session) if latents.sound is not None else None
     with foreseen(call, offload_core.foresee_decode, model, latents, tiling=tiling) as plan:
-        pixels = offload_core.decode(model, latents, "pt", tiling=tiling, session=call.session, plan=plan)
-    image = as_image(pixels).to(**call.state.host.image_placement())
+        pixels = offload_core.decode(model, latents, "np", tiling=tiling, session=call.session, plan=plan)
+    image = as_image(pixels).to(**host.image_placement())
+    audio = None if sound is None else {"waveform": sound[0], "sample_rate": sound[1]}
+    rate = frame_rate or latents.frame_rate or USUAL_FRAME_RATE
     call.say_how_it_went(*notes)
-    return NodeResult((image,))
+    no_sound = "This model makes no sound: take what follows the audio of VAE Decode Phase off."
+    return NodeResult((image, host.nothing(no_sound) if audio is None else audio, host.video(image, rate, audio)))
 
 
 def _latents_to_decode(model: Any, latent: Mapping[str, Any]) -> tuple[Any, list[str]]:

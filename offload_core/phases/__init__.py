@@ -19,6 +19,7 @@ from ._images import encode_images, images_from_samples
 from ._loras import Lora, as_loras
 from ._records import Embeds, Images, Latents
 from ._scope import Phase, open_phase
+from ._sound import decode_sound
 
 __all__ = [
     "Embeds",
@@ -34,6 +35,7 @@ __all__ = [
     "check_embeds",
     "check_latents",
     "decode",
+    "decode_sound",
     "denoise",
     "encode",
     "encode_images",

@@ -16,6 +16,7 @@ from ..model_source import ModelSource
 from ..plan import Plan
 from ..session import Session
 from ._components import Component
+from ._frames import all_finite, finished_frames
 from ._handle import Handle
 from ._layout import Layout
 from ._marks import vae_mark
@@ -155,7 +156,7 @@ def _decode(phase: Phase, component: Component, asked: Arguments, tiling: str) -
     """Whole, or in tiles. After running out of memory: again with everything else given back, then with "auto" in
     smaller and smaller tiles."""
     picture = _decode_somehow(phase, component, asked, tiling)
-    if not torch.isfinite(picture).all():
+    if not all_finite(picture):
         raise NumericalError(
             "Decode produced values that aren't numbers (NaN), so there is no picture. "
             "Try dtype=float32 or bfloat16: some VAEs overflow in float16."
@@ -233,7 +234,7 @@ def _finish(phase: Phase, picture: torch.Tensor, latents: Latents, output_type: 
     pipeline = phase.pipeline
     video = getattr(pipeline, "video_processor", None)
     if picture.ndim == 5 and video is not None:
-        return _on_cpu(video.postprocess_video(picture, output_type=output_type))
+        return finished_frames(video, picture, output_type)
     if picture.ndim == 5:
         picture = picture[:, :, 0]
     processor = pipeline.image_processor

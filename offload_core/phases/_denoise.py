@@ -25,9 +25,10 @@ from ._pipeline import call_class, check_call
 from ._plain import Plain, RecordMissing, from_plain
 from ._ports import CapturePort, PhaseDone, Port, Records, ReplayPort, RunPort
 from ._preview import Previewer
-from ._records import Embeds, Images, Latents
+from ._records import Embeds, Images, Latents, Sound
 from ._roles import Role, models, role_of
 from ._scope import OpenPhase, Phase
+from ._sound import frame_rate_of, makes_sound
 from ._tasks import needs_pictures
 
 SEED_LIMIT = 2**64
@@ -135,7 +136,15 @@ def _run(
 
 def denoise_ports(source: ModelSource, records: Records, device: torch.device) -> dict[str, Port]:
     """What the denoise phase does with each component."""
-    return {name: _port(role_of(part), name, records, device) for name, part in models(source)}
+    ports = {name: _port(role_of(part), name, records, device) for name, part in models(source)}
+    captures = [port for port in ports.values() if isinstance(port, CapturePort)]
+    if (
+        source.blocks is None
+        and len(captures) == 2
+        and any(makes_sound(source.components[port.component]) for port in captures)
+    ):
+        captures[0].waits_for, captures[1].waits_for = captures[1], captures[0]
+    return ports
 
 
 def _port(role: Role, name: str, records: Records, device: torch.device) -> Port:
@@ -160,12 +169,11 @@ def collect_latents(
     seed: int,
 ) -> Latents:
     """What the VAE was asked in a phase with `ports` whose pipeline was called with `call`."""
-    captures = [port for port in ports.values() if isinstance(port, CapturePort)]
-    used = next((port for port in captures if port.captured is not None), None)
+    captures = [port for port in ports.values() if isinstance(port, CapturePort) and port.captured is not None]
+    used = next((port for port in captures if not makes_sound(source.components[port.component])), None)
     if used is None or used.captured is None:
         raise InputError(f"{handle.pipeline} never asked a VAE to decode, so it can't run in phases.")
-    if len(captures) > 1:
-        phase.notes.append("Only the picture is decoded; this model's sound isn't yet.")
+    sound = _sound(source, captures)
     if any(t.is_floating_point() and not torch.isfinite(t).all() for t in used.captured.tensors):
         raise NumericalError(
             "Denoise produced values that aren't numbers (NaN), so there is no picture. "
@@ -177,7 +185,10 @@ def collect_latents(
     mark = vae_mark(source.components[used.component])
     layout = Layout.of(module)
     rest = _rest(phase) if source.blocks is not None else None
-    return Latents(handle.pipeline, mark, used.component, dtype, used.captured, layout, seed, height, width, rest)
+    rate = frame_rate_of(source, call)
+    return Latents(
+        handle.pipeline, mark, used.component, dtype, used.captured, layout, seed, height, width, rest, rate, sound
+    )
 
 
 def _rest(phase: Phase) -> Plain | None:
@@ -188,6 +199,14 @@ def _rest(phase: Phase) -> Plain | None:
         phase.notes.append(f"{error} Decode ends with the model's processor, not with its own blocks.")
         return None
     return rest
+
+
+def _sound(source: ModelSource, captures: list[CapturePort]) -> Sound | None:
+    for port in captures:
+        part = source.components[port.component]
+        if makes_sound(part) and port.captured is not None:
+            return Sound(port.component, vae_mark(part), port.captured)
+    return None
 
 
 def _one_expert_at_a_time(phase: Phase, owned: set[str]) -> None:

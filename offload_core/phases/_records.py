@@ -87,13 +87,23 @@ class Images:
 
 
 @dataclass(frozen=True, eq=False)
+class Sound:
+    """What the model's audio VAE was asked to decode beside the picture. component, vae, decode: as in `Latents`."""
+
+    component: str
+    vae: str = field(repr=False)
+    decode: Plain = field(repr=False)
+
+
+@dataclass(frozen=True, eq=False)
 class Latents:
     """What decode needs: exactly the arguments the pipeline passed to its VAE. CPU tensors only.
 
     pipeline: class that made them (or will decode them). vae: fingerprint of the VAE's config. component: which VAE.
     dtype: the VAE's dtype at that moment ("float32" for an SDXL VAE that must be upcast). decode: the arguments of
     `vae.decode`. layout: how `samples` relates to them. height, width: size in pixels that was asked for, if it was.
-    rest: of a model made of blocks, the block that asked the VAE, and what it and those after it read.
+    rest: of a model made of blocks, the block that asked the VAE, and what it and those after it read. frame_rate: of a
+    video, in frames per second, where the model says. sound: of a model that makes some.
     """
 
     pipeline: str
@@ -106,6 +116,8 @@ class Latents:
     height: int | None = None
     width: int | None = None
     rest: Plain | None = field(default=None, repr=False)
+    frame_rate: float | None = None
+    sound: Sound | None = field(default=None, repr=False)
 
     @property
     def samples(self) -> torch.Tensor:
@@ -140,9 +152,14 @@ class Latents:
         meta = {
             name: getattr(self, name) for name in ("pipeline", "vae", "component", "dtype", "seed", "height", "width")
         }
-        meta["layout"] = self.layout.kind
+        meta |= {"layout": self.layout.kind, "frame_rate": self.frame_rate}
         plains = {"decode": self.decode, "layout": Plain(None, self.layout.statistics)}
-        return write_plains(path, "latents", meta, plains if self.rest is None else {**plains, "rest": self.rest})
+        if self.rest is not None:
+            plains["rest"] = self.rest
+        if self.sound is not None:
+            meta["sound"] = [self.sound.component, self.sound.vae]
+            plains["sound"] = self.sound.decode
+        return write_plains(path, "latents", meta, plains)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Latents:
@@ -151,8 +168,14 @@ class Latents:
         text = {name: _need(meta, name, str, path) for name in ("pipeline", "vae", "component", "dtype")}
         numbers = {name: _need(meta, name, int | None, path) for name in ("seed", "height", "width")}
         layout = Layout(_need(meta, "layout", str, path), _need(plains, "layout", Plain, path).tensors)
+        sound = None
+        if "sound" in plains:
+            component, vae = _need(meta, "sound", list, path)
+            sound = Sound(str(component), str(vae), plains["sound"])
         decode = _need(plains, "decode", Plain, path)
-        latents = cls(**text, decode=decode, layout=layout, **numbers, rest=plains.get("rest"))
+        rate = meta.get("frame_rate")  # files of before lack it
+        more = {"rest": plains.get("rest"), "frame_rate": rate, "sound": sound}
+        latents = cls(**text, decode=decode, layout=layout, **numbers, **more)
         latents._index()
         return latents
 
