@@ -174,8 +174,8 @@ class Latents:
             sound = Sound(str(component), str(vae), plains["sound"])
         decode = _need(plains, "decode", Plain, path)
         rate = meta.get("frame_rate")  # files of before lack it
-        more = {"rest": plains.get("rest"), "frame_rate": rate, "sound": sound}
-        latents = cls(**text, decode=decode, layout=layout, **numbers, **more)
+        rest = plains.get("rest")
+        latents = cls(**text, decode=decode, layout=layout, **numbers, rest=rest, frame_rate=rate, sound=sound)
         latents._index()
         return latents
 
