@@ -42,12 +42,15 @@ def make_node(node: NodeSchema, state: PackState) -> type:
             result = run_node(node.id, state, state.host.observer(None), inputs)
             return io.NodeOutput(*result.values, ui=_ui(result) or None)
 
-    class ModelNode(PhaseOffloadNode):
-        """A node with a choice of models: it runs again when their files change, and checks the name by itself."""
+    class FileNode(PhaseOffloadNode):
+        """A node with a choice of files: it runs again when they change."""
 
         @classmethod
         def fingerprint_inputs(cls, **inputs: Any) -> Any:
             return fingerprint(node.id, state, inputs)
+
+    class ModelNode(FileNode):
+        """A node with a choice of models: it also checks the name by itself."""
 
         @classmethod
         def validate_inputs(cls, model: Any = None) -> Any:
@@ -55,7 +58,9 @@ def make_node(node: NodeSchema, state: PackState) -> type:
             # here for one that is wrong. Budgets are checked when the node runs. None: it is linked or missing.
             return problem(node.id, state, {"model": model}) or True
 
-    made = ModelNode if NODES[node.id].fingerprint else PhaseOffloadNode
+    has_models = any(spec.options == "models" for spec in node.inputs)
+    made: Any = FileNode if NODES[node.id].fingerprint else PhaseOffloadNode
+    made = ModelNode if has_models else made
     made.__name__ = made.__qualname__ = node.id
     return made
 

@@ -12,6 +12,7 @@ from offload_core.cli import main as cli_main
 from offload_core.errors import InputError
 
 DEFAULT_MODELS = Path("models/diffusers")
+DEFAULT_LORAS = Path("models/loras")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,6 +36,13 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--input-dir", type=Path, metavar="DIR", help="where LoadImage finds pictures (default: the graph's folder)"
     )
+    parser.add_argument(
+        "--loras",
+        type=Path,
+        action="append",
+        metavar="DIR",
+        help=f"a folder of LoRA files, may be given again (default: {DEFAULT_LORAS.as_posix()} if it exists)",
+    )
     add_memory_arguments(
         parser, "They are for Load nodes that say auto; a node that says anything else keeps its own budget."
     )
@@ -44,7 +52,8 @@ def _run(args: argparse.Namespace, terminal: Terminal) -> None:
     from .graph import read_graph
 
     prompt = read_graph(args.graph)
-    roots = _model_roots(args.models_dir)
+    roots = _roots(args.models_dir, DEFAULT_MODELS, "models", "model folders")
+    loras = _roots(args.loras, DEFAULT_LORAS, "loras", "LoRA files")
     _check_output_dir(args.output_dir)
     budgets = {"device_memory": args.device_memory, "host_memory": args.host_memory}
 
@@ -56,7 +65,7 @@ def _run(args: argparse.Namespace, terminal: Terminal) -> None:
     for name, budget in budgets.items():
         check_budget(budget, name)
     with terminal.session() as session:
-        host = LocalHost(roots, listener=session.observer, budgets=budgets)
+        host = LocalHost(roots, listener=session.observer, budgets=budgets, folders={"loras": loras})
         runner = GraphRunner(
             host, output_dir=args.output_dir, input_dir=args.input_dir or args.graph.parent, cache="none"
         )
@@ -67,12 +76,12 @@ def _run(args: argparse.Namespace, terminal: Terminal) -> None:
     finish(terminal, runner.state.report, args.report, result.images)
 
 
-def _model_roots(given: Sequence[Path] | None) -> list[Path]:
+def _roots(given: Sequence[Path] | None, default: Path, kind: str, holds: str) -> list[Path]:
     if given is None:
-        return [DEFAULT_MODELS.absolute()] if DEFAULT_MODELS.is_dir() else []
+        return [default.absolute()] if default.is_dir() else []
     for folder in given:
         if not folder.is_dir():
-            raise InputError(f"The models folder {folder} isn't there: give the folder that holds the model folders.")
+            raise InputError(f"The {kind} folder {folder} isn't there: give the folder that holds the {holds}.")
     return [folder.absolute() for folder in given]
 
 

@@ -62,13 +62,15 @@ class GraphRunner:
         self.host = host
         self.state = PackState(host)
         self.folders = ImageFolders(input_dir or Path(), output_dir, preview_dir or output_dir / "preview")
+        host.use_folder("input", self.folders.input)
+        host.use_folder("output", self.folders.output)
         self._keep = cache == "classic"
         self._results: dict[str, NodeResult] = {}
 
     def run(self, prompt: Mapping[str, Any]) -> GraphResult:
         """Runs a graph. Raises GraphError before anything runs if it is wrong; a node's error passes through."""
         graph = self.check(prompt)
-        self.host.clear_interrupt()
+        self.host.begin_run()
         self.folders.output.mkdir(parents=True, exist_ok=True)
         try:
             return self._execute(graph)

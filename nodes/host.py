@@ -33,6 +33,21 @@ class ComfyHost:
         except KeyError:
             return (Path(folder_paths.models_dir) / "diffusers",)
 
+    def folders(self, kind: str) -> Sequence[Path]:
+        import folder_paths
+
+        if kind == "input":
+            return (Path(folder_paths.get_input_directory()),)
+        if kind == "output":
+            return (Path(folder_paths.get_output_directory()),)
+        return tuple(Path(path) for path in folder_paths.get_folder_paths(kind))
+
+    def run_id(self) -> str | None:
+        from comfy_execution.utils import get_executing_context
+
+        context = get_executing_context()
+        return None if context is None else context.prompt_id
+
     def devices(self) -> Sequence[str]:
         import comfy.model_management as mm
 

@@ -30,7 +30,8 @@ class LocalHost:
     """Runs nodes in this process.
 
     model_roots: where models are. listener: who follows all nodes of a run. budgets: what a graph's "auto" stands for,
-    by the name of the setting (device_memory, host_memory).
+    by the name of the setting (device_memory, host_memory). folders: those of a kind ("loras"); the runner adds its own
+    ("input", "output").
     """
 
     def __init__(
@@ -40,15 +41,33 @@ class LocalHost:
         listener: Observer | None = None,
         say: Callable[[str | None, str], None] | None = None,
         budgets: Mapping[str, str] | None = None,
+        folders: Mapping[str, Sequence[Path]] | None = None,
     ) -> None:
         self._model_roots = tuple(model_roots)
         self._listener = listener or SilentObserver()
         self._say = say
         self._budgets = dict(budgets or {})
+        self._folders = {kind: tuple(found) for kind, found in (folders or {}).items()}
+        self._runs = 0
         self._interrupt = threading.Event()
 
     def model_roots(self) -> Sequence[Path]:
         return self._model_roots
+
+    def folders(self, kind: str) -> Sequence[Path]:
+        return self._folders.get(kind, ())
+
+    def use_folder(self, kind: str, folder: Path) -> None:
+        """Makes `folder` the one of a kind."""
+        self._folders[kind] = (folder,)
+
+    def run_id(self) -> str:
+        return str(self._runs)
+
+    def begin_run(self) -> None:
+        """A run of a graph begins: what interrupted the one before is forgotten."""
+        self._runs += 1
+        self._interrupt.clear()
 
     def devices(self) -> Sequence[str]:
         import torch
@@ -88,9 +107,6 @@ class LocalHost:
     def interrupt(self) -> None:
         """Stops the running graph at its next check. Safe from any thread."""
         self._interrupt.set()
-
-    def clear_interrupt(self) -> None:
-        self._interrupt.clear()
 
     def check_interrupt(self) -> None:
         if self._interrupt.is_set():

@@ -45,7 +45,7 @@ class ModelList:
     def _all(self) -> dict[str, Path]:
         from offload_core import model_list
 
-        roots = {root: _changed_ns(root) for root in self._roots()}
+        roots = {root: changed_ns(root) for root in self._roots()}
         if roots != self._seen or time.monotonic() - self._walked_s > FRESH_S:
             self._models = model_list.list_models(roots)
             self._seen, self._walked_s = roots, time.monotonic()
@@ -58,7 +58,8 @@ def demo_model_folder() -> Path | None:
     return demo.MODEL if (demo.MODEL / "model_index.json").is_file() else None
 
 
-def _changed_ns(root: Path) -> int:
+def changed_ns(root: Path) -> int:
+    """When an entry of the folder came or went the last time; 0 if it isn't there."""
     try:
         return root.stat().st_mtime_ns
     except OSError:

@@ -14,6 +14,7 @@ from .results import NodeResult
 MODEL_TYPE = "PHASE_OFFLOAD_MODEL"
 EMBEDS_TYPE = "PHASE_OFFLOAD_EMBEDS"
 IMAGES_TYPE = "PHASE_OFFLOAD_IMAGES"
+SETTINGS_TYPE = "PHASE_OFFLOAD_SETTINGS"
 ANY_TYPE = "*"
 
 RECORD_KEY = "phase_offload"  # of our exact record, in a LATENT
@@ -24,8 +25,8 @@ class Input:
     """One input of a node.
 
     type: "STRING", "INT", "FLOAT", "BOOLEAN", "COMBO" (widgets), or a socket type. options: the values of a COMBO, or
-    the name of a list that only the running pack knows ("models", "devices"). default, min, max, step: of a widget.
-    optional: a graph may leave it out, as graphs do that were saved before there was such an input.
+    the name of a list that only the running pack knows ("models", "devices", "loras"). default, min, max, step: of a
+    widget. optional: a graph may leave it out, as graphs do that were saved before there was such an input.
     """
 
     name: str

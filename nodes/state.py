@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -12,6 +13,7 @@ from offload_core.report import PhaseReport, RunReport
 from offload_core.settings import OffloadSettings
 from offload_core.warm import WarmStore
 
+from .file_list import FileList
 from .model_list import ModelList
 from .progress import NodeObserver
 
@@ -28,6 +30,12 @@ class Host(Protocol):
 
     def model_roots(self) -> Sequence[Path]:
         """Folders to look for diffusers models in, as they are set now."""
+
+    def folders(self, kind: str) -> Sequence[Path]:
+        """The folders of a kind, as they are set now: "loras", "input" or "output"."""
+
+    def run_id(self) -> str | None:
+        """What tells the run of a graph that is under way from others; None if the host can't say."""
 
     def devices(self) -> Sequence[str]:
         """Devices a person may choose, "cpu" among them."""
@@ -58,20 +66,26 @@ class Host(Protocol):
 
 
 class PackState:
-    """Model list, opened model folders, reports of the last phases, and what stays between prompts: answers of encoders
-    and, where a model asks for it, warm weights."""
+    """Lists of models and files, opened model folders, reports of the last phases, and what stays between prompts:
+    answers of encoders and, where a model asks for it, warm weights."""
 
     def __init__(self, host: Host) -> None:
         self.host = host
         self.report = RunReport()
         self.prompt_cache = PromptCache()
         self.warm = WarmStore()
+        self._this_run: tuple[str | None, list[PhaseReport]] = (None, [])
         self._models = ModelList(host.model_roots)
+        self.loras = FileList("LoRA", ".safetensors", lambda: [("", folder) for folder in host.folders("loras")])
         self._sources: dict[Path, ModelSource] = {}
 
     def choices(self, name: str) -> list[str]:
         """The values of a combo whose options only the running pack knows."""
-        lists: dict[str, Callable[[], list[str]]] = {"models": self._models.names, "devices": self._devices}
+        lists: dict[str, Callable[[], list[str]]] = {
+            "models": self._models.names,
+            "devices": self._devices,
+            "loras": self.loras.names,
+        }
         return lists[name]()
 
     def model_folder(self, name: str) -> Path:
@@ -85,14 +99,16 @@ class PackState:
             raise InputError(f"The device {choice!r} isn't there: choose one of {', '.join(devices)}.")
         return self.host.auto_device() if choice == "auto" else choice
 
-    def settings(self, **budgets: str) -> OffloadSettings:
-        """Engine settings with these memory budgets. Where one says "auto", the host may have another."""
-        auto = self.host.auto_budgets()
-        chosen: dict[str, Any] = {
-            name: auto.get(name, budget) if str(budget).strip().lower() == "auto" else budget
-            for name, budget in budgets.items()
+    def settings(self, base: OffloadSettings | None = None, **budgets: str) -> OffloadSettings:
+        """Engine settings with these memory budgets. Where one says "auto", that of `base` counts; where that does,
+        too, the host may have another."""
+        settings = base or OffloadSettings()
+        given: dict[str, Any] = {
+            name: budget for name, budget in budgets.items() if str(budget).strip().lower() != "auto"
         }
-        return OffloadSettings(**chosen)
+        settings = replace(settings, **given)
+        auto: dict[str, Any] = {name: budget for name, budget in self.host.auto_budgets().items() if name in budgets}
+        return replace(settings, **{name: auto[name] for name in auto if getattr(settings, name) == "auto"})
 
     def fingerprint(self, name: str) -> str:
         """Changes whenever a file of the model changes. Reads headers once, then only asks for sizes and times."""
@@ -110,8 +126,15 @@ class PackState:
         return source.fingerprint
 
     def remember(self, phases: Sequence[PhaseReport]) -> None:
+        """Keeps what phases cost: the last hundred, and those of the run of the graph that is under way."""
         self.report.phases.extend(phases)
         del self.report.phases[:-REMEMBERED_PHASES]
+        self._this_run = (self.host.run_id(), [*self.this_run(), *phases][-REMEMBERED_PHASES:])
+
+    def this_run(self) -> list[PhaseReport]:
+        """Reports of the phases that the run of the graph that is under way has had so far, oldest first."""
+        run_id, phases = self._this_run
+        return list(phases) if run_id == self.host.run_id() else []
 
     def _devices(self) -> list[str]:
         return list(dict.fromkeys(("auto", *self.host.devices(), "cpu")))

@@ -113,6 +113,24 @@ def test_budgets_of_the_command_stand_for_auto_in_the_graph_and_for_nothing_else
     assert engine.calls[0][1]["settings"] == OffloadSettings(device_memory=used[0], host_memory=used[1])
 
 
+def test_loras_are_found_in_the_folders_given(
+    graph: Path, engine: fake_engine.Engine, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    nodes = json.loads(graph.read_text())
+    nodes["7"] = node("PhaseOffloadLora", model=["1", 0], lora="nope.safetensors", strength=1.0)
+    nodes["8"] = node("PhaseOffloadPurgeCache", anything=["7", 0])
+    graph.write_text(json.dumps(nodes))
+    for folder, name in (("models/loras", "usual"), ("mine", "given")):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / f"{name}.safetensors").touch()
+    assert main(["run", "graph.json", "--output-dir", "out"]) == 2
+    assert "'nope.safetensors' isn't in the list: 'usual.safetensors'." in capsys.readouterr().err
+    assert main(["run", "graph.json", "--output-dir", "out", "--loras", "mine"]) == 2
+    assert "isn't in the list: 'given.safetensors'." in capsys.readouterr().err
+    assert main(["run", "graph.json", "--output-dir", "out", "--loras", "gone"]) == 2
+    assert "The loras folder gone isn't there" in capsys.readouterr().err
+
+
 def test_help_says_how_budgets_and_graph_combine(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["run", "--help"])

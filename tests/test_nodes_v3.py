@@ -20,6 +20,7 @@ import torch
 import fake_engine
 import offload_core
 from offload_core.errors import InputError
+from offload_core.report import PhaseReport
 from offload_core.session import Progress
 from offload_core.settings import OffloadSettings
 from phase_offload_nodes.catalog import NODES
@@ -205,10 +206,10 @@ def test_an_unusable_budget_is_one_sentence_when_load_runs(io: Any, state: PackS
 def test_inputs_that_came_later_are_optional_and_last(io: Any, state: PackState) -> None:
     """Saved workflows list the values of widgets by order, and saved API graphs lack the new names."""
     inputs = classes(state)["PhaseOffloadLoad"].define_schema().inputs
-    assert [spec.id for spec in inputs] == ["model", "dtype", "device", "device_memory", "host_memory"]
-    assert [spec.settings.get("optional", False) for spec in inputs] == [False, False, False, True, True]
-    assert [spec.settings["default"] for spec in inputs[3:]] == ["auto", "auto"]
-    for spec in inputs[3:]:
+    assert [spec.id for spec in inputs] == ["model", "dtype", "device", "device_memory", "host_memory", "settings"]
+    assert [spec.settings.get("optional", False) for spec in inputs] == [False, False, False, True, True, True]
+    assert [spec.settings["default"] for spec in inputs[3:5]] == ["auto", "auto"]
+    for spec in inputs[3:5]:
         for spelling in ("auto", "6GiB", "60%", "leave 2GiB"):
             assert spelling in spec.settings["tooltip"]
 
@@ -221,9 +222,21 @@ def test_optional_inputs_have_their_schemas_default_in_the_body() -> None:
             assert default == (spec.default if spec.optional else inspect.Parameter.empty)
 
 
-def test_only_load_has_a_fingerprint(io: Any, state: PackState) -> None:
+def test_nodes_with_a_choice_of_files_have_a_fingerprint_and_only_load_checks_its_choice(
+    io: Any, state: PackState
+) -> None:
     made = classes(state)
-    assert {name for name, node in made.items() if "fingerprint_inputs" in vars(node)} == {"PhaseOffloadLoad"}
+
+    def own(name: str) -> set[str]:
+        """Nodes with this method, of their own or of a class between: so the host looks for it."""
+        return {
+            node_id
+            for node_id, node in made.items()
+            if any(name in vars(cls) for cls in node.__mro__[: node.__mro__.index(io.ComfyNode)])
+        }
+
+    assert own("fingerprint_inputs") == {name for name, node in NODES.items() if node.fingerprint is not None}
+    assert own("validate_inputs") == {"PhaseOffloadLoad"}
     first = made["PhaseOffloadLoad"].fingerprint_inputs(model="tiny", dtype="auto", device="auto")
     assert first == made["PhaseOffloadLoad"].fingerprint_inputs(model="tiny", dtype="auto", device="auto")
     assert made["PhaseOffloadLoad"].fingerprint_inputs(model=None) != first
@@ -303,7 +316,7 @@ class HostModules:
         self.sent: list[Any] = []
         self.interrupted = False
         self.args = types.SimpleNamespace(preview_method="auto", preview_size=256)
-        self.context: Any = types.SimpleNamespace(node_id="12")
+        self.context: Any = types.SimpleNamespace(node_id="12", prompt_id="first")
         mm = types.SimpleNamespace(
             get_torch_device=lambda: torch.device("cpu"),
             intermediate_device=lambda: torch.device("cpu"),
@@ -329,7 +342,10 @@ class HostModules:
             "comfy_execution": types.SimpleNamespace(),
             "comfy_execution.utils": types.SimpleNamespace(get_executing_context=lambda: self.context),
             "folder_paths": types.SimpleNamespace(
-                models_dir="/m", get_folder_paths=lambda kind: {"diffusers": ["/a", "/b"]}[kind]
+                models_dir="/m",
+                get_folder_paths=lambda kind: {"diffusers": ["/a", "/b"], "loras": ["/l", "/m/loras"]}[kind],
+                get_input_directory=lambda: "/in",
+                get_output_directory=lambda: "/out",
             ),
             "server": types.SimpleNamespace(
                 PromptServer=types.SimpleNamespace(
@@ -370,6 +386,29 @@ def test_host_is_asked_for_folders_devices_and_placement(comfy: HostModules) -> 
     host.release_cache()
     host.make_room()
     assert comfy.sent == ["soft_empty_cache", "unload_all_models"]
+
+
+def test_folders_are_those_of_the_host(comfy: HostModules) -> None:
+    from phase_offload_nodes.host import ComfyHost
+
+    host = ComfyHost()
+    assert host.folders("loras") == (Path("/l"), Path("/m/loras"))
+    assert (host.folders("input"), host.folders("output")) == ((Path("/in"),), (Path("/out"),))
+
+
+def test_phases_are_remembered_by_the_prompt_of_the_host(comfy: HostModules) -> None:
+    from phase_offload_nodes.host import ComfyHost
+
+    state = PackState(ComfyHost())
+    state.remember([PhaseReport("encode", 1, 0, 0, 0, 0, 0, 0)])
+    state.remember([PhaseReport("denoise", 1, 0, 0, 0, 0, 0, 0)])
+    assert [phase.name for phase in state.this_run()] == ["encode", "denoise"]
+    comfy.context.prompt_id = "second"
+    assert state.this_run() == []
+    state.remember([PhaseReport("decode", 1, 0, 0, 0, 0, 0, 0)])
+    assert [phase.name for phase in state.this_run()] == ["decode"]
+    comfy.context = None
+    assert state.this_run() == []
 
 
 def test_bar_counts_bytes_until_the_first_step_and_never_jumps_back(comfy: HostModules) -> None:

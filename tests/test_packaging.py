@@ -191,7 +191,7 @@ def test_engine_knows_no_host_and_never_prints(path: Path):
     assert not [call.lineno for call in calls if isinstance(call.func, ast.Name) and call.func.id == "print"]
 
 
-DRAWS = ("_charts.py", "plan_chart.py")
+DRAWS = ("_charts.py", "plan_chart.py", "report_chart.py")
 
 
 @pytest.mark.parametrize("path", [*sources("offload_core"), *sources("nodes")], ids=lambda p: str(p.relative_to(ROOT)))

@@ -7,9 +7,31 @@ pictures are all that they ever hold.
 from __future__ import annotations
 
 from ..schema import Node
-from . import denoise, encode_image, encode_prompt, load, plan_preview, purge_cache, vae_decode
+from . import (
+    denoise,
+    encode_image,
+    encode_prompt,
+    load,
+    lora,
+    plan_preview,
+    purge_cache,
+    report,
+    settings,
+    vae_decode,
+)
 
 # In the order in which a host lists them.
-_MODULES = (load, encode_prompt, encode_image, denoise, vae_decode, plan_preview, purge_cache)
+_MODULES = (
+    load,
+    lora,
+    settings,
+    encode_prompt,
+    encode_image,
+    denoise,
+    vae_decode,
+    plan_preview,
+    report,
+    purge_cache,
+)
 
 NODES: dict[str, Node] = {module.NODE.schema.id: module.NODE for module in _MODULES}

@@ -6,10 +6,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import offload_core
-from offload_core.errors import OffloadError
+from offload_core.errors import InputError, OffloadError
+from offload_core.settings import OffloadSettings
 
 from ..results import NodeResult
-from ..schema import MODEL_TYPE, Input, Node, NodeSchema, Output
+from ..schema import MODEL_TYPE, SETTINGS_TYPE, Input, Node, NodeSchema, Output
 
 if TYPE_CHECKING:
     from ..calls import NodeCall
@@ -73,6 +74,12 @@ SCHEMA = NodeSchema(
             advanced=True,
             optional=True,
         ),
+        Input(
+            "settings",
+            SETTINGS_TYPE,
+            "From Offload Settings. Where it is connected, the two budgets above have no effect.",
+            optional=True,
+        ),
     ),
     outputs=(Output("model", MODEL_TYPE, "A description of the model. It holds no weights."),),
     search_aliases=("load diffusers", "diffusers loader", "low vram", "offload", "load checkpoint"),
@@ -88,10 +95,15 @@ def load(
     device_memory: str = "auto",
     host_memory: str = "auto",
     warm: bool = False,
+    settings: Any = None,
 ) -> NodeResult:
     """PhaseOffloadLoad: a handle of the chosen model. Reads configs and headers only."""
     folder = call.state.model_folder(model)
-    settings = replace(call.state.settings(device_memory=device_memory, host_memory=host_memory), warm=warm)
+    if settings is None:
+        settings = call.state.settings(device_memory=device_memory, host_memory=host_memory)
+    elif not isinstance(settings, OffloadSettings):
+        raise InputError(f"Load's settings must come from Offload Settings, not be {type(settings).__name__}.")
+    settings = replace(settings, warm=warm or settings.warm)
     handle = offload_core.load(folder, device=call.state.device(device), dtype=dtype, settings=settings)
     call.observer.status(f"{model}: ready, nothing loaded yet")
     return NodeResult((handle,))

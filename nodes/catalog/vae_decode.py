@@ -35,7 +35,7 @@ SCHEMA = NodeSchema(
             "tiling",
             "COMBO",
             "Decode in tiles, which needs less memory and can leave faint seams. auto: only if the whole picture "
-            "doesn't fit.",
+            "doesn't fit, or as the preset of Offload Settings says.",
             default="auto",
             options=("auto", "on", "off"),
         ),
@@ -68,6 +68,7 @@ def vae_decode(
 
     The frames of videos follow each other in the batch.
     """
+    tiling = model.settings.vae_tiling if tiling == "auto" else tiling
     latents, notes = _latents_to_decode(model, latent)
     host = call.state.host
     sound = offload_core.decode_sound(model, latents, session=call.session) if latents.sound is not None else None

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,9 +41,16 @@ class Lora:
 
 
 def as_loras(loras: Sequence[Any]) -> tuple[Lora, ...]:
-    """LoRAs from paths, (path, scale) pairs, or those of a handle. Raises ModelError for a file that isn't a LoRA in
-    safetensors."""
-    return tuple(_as_lora(item) for item in loras)
+    """LoRAs from paths, (path, scale) pairs, or those of a handle, in the order of their first mention.
+
+    A file that is named twice is applied once, with the sum of its strengths; one whose strengths come to 0 isn't
+    applied at all. Raises ModelError for a file that isn't a LoRA in safetensors.
+    """
+    found: dict[str, Lora] = {}
+    for lora in map(_as_lora, loras):
+        before = found.get(lora.fingerprint)
+        found[lora.fingerprint] = lora if before is None else replace(before, scale=before.scale + lora.scale)
+    return tuple(lora for lora in found.values() if lora.scale)
 
 
 def _as_lora(item: Any) -> Lora:
@@ -149,6 +156,7 @@ def _changes(phase: Phase, owned: set[str]) -> dict[str, _Change]:
                 f"The LoRA {Path(weights.lora.path).name} is for another kind of model: none of its weights belongs to "
                 f"a component of {cls.__name__} ({', '.join(phase.components)})."
             )
+    phase.notes += [note for weights in loras if (note := _unused_note(weights, phase, owned))]
     changes = {}
     for name in owned & phase.components.keys():
         mine = [weights for weights in loras if weights.touches(name)]
@@ -158,12 +166,42 @@ def _changes(phase: Phase, owned: set[str]) -> dict[str, _Change]:
     return changes
 
 
+def _unused_note(weights: _Weights, phase: Phase, owned: set[str]) -> str:
+    """A sentence on those of its weights for this phase that the model has no layer for; empty if there is none.
+
+    Weights for a component that the model lacks are told by the phase of the denoiser.
+    """
+    layers = {name: {path for path, _ in phase.components[name].module.named_modules()} for name in owned}
+    unused = []
+    for key in weights.state:
+        component, _, path = key.partition(".")
+        layer, is_pair, _ = path.partition(".lora_")
+        if component in layers:
+            if is_pair and layer not in layers[component]:
+                unused.append(key)
+        elif component not in phase.components and phase.name == "denoise":
+            unused.append(key)
+    if not unused:
+        return ""
+    some = ", ".join(unused[:3]) + (", ..." if len(unused) > 3 else "")
+    return (
+        f"The LoRA {Path(weights.lora.path).name} fits this model in part: {len(unused)} of its {len(weights.state)} "
+        f"weights were not used ({some})."
+    )
+
+
 def _read(pipeline: Any, adapter: str, lora: Lora) -> _Weights:
     file = lora.file()
     options: dict[str, Any] = {"weight_name": file.name, "local_files_only": True, "return_lora_metadata": True}
     if hasattr(pipeline, "unet"):
         options["unet_config"] = pipeline.unet.config  # names of blocks in other dialects depend on it
-    read = pipeline.lora_state_dict(str(file.parent), **options)
+    try:
+        read = pipeline.lora_state_dict(str(file.parent), **options)
+    except (ValueError, KeyError, IndexError, AttributeError, NotImplementedError) as error:
+        raise ModelError(
+            f"The LoRA {file.name} can't be read as one for {type(pipeline).__name__} ({error}). It is for another "
+            "kind of model, or in a form that diffusers doesn't know."
+        ) from error
     state, *rest = read if isinstance(read, tuple) else (read,)
     alphas = rest[0] if len(rest) == 2 else None
     return _Weights(adapter, lora, state, alphas, rest[-1] if rest else None)

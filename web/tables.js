@@ -1,9 +1,9 @@
-// Shows the table of Plan Preview on the node. ComfyUI draws the pictures of a node by itself, but not its texts.
+// Shows the table of Plan Preview and of Phase Report on the node. ComfyUI draws the pictures of a node by itself, but not its texts.
 
 import { app } from "../../scripts/app.js";
 
-const NODE = "PhaseOffloadPlanPreview";
-const WIDGET = "plan";
+const NODES = ["PhaseOffloadPlanPreview", "PhaseOffloadReport"];
+const WIDGET = "table";
 const TYPE = "PHASE_OFFLOAD_TABLE"; // none that the page has a widget of its own for
 const TABLE_WIDTH = 700; // of 110 letters
 const CHART_SHAPE = 0.46; // its height for its width, with its caption
@@ -13,10 +13,10 @@ const STYLE =
   "color:var(--input-text, #ddd); background:var(--comfy-input-bg, #222); border-radius:4px;";
 
 app.registerExtension({
-  name: "PhaseOffload.PlanPreview",
+  name: "PhaseOffload.Tables",
 
   beforeRegisterNodeDef(nodeType, nodeData) {
-    if (nodeData.name !== NODE) return;
+    if (!NODES.includes(nodeData.name)) return;
     const onExecuted = nodeType.prototype.onExecuted;
     nodeType.prototype.onExecuted = function (output) {
       onExecuted?.apply(this, arguments);
@@ -27,7 +27,7 @@ app.registerExtension({
   // When a workflow that ran before is opened again. Only newer pages call it.
   onNodeOutputsUpdated(outputs) {
     for (const node of app.graph.nodes) {
-      if (node.type === NODE) showTable(node, outputs[node.id]?.text);
+      if (NODES.includes(node.type)) showTable(node, outputs[node.id]?.text);
     }
   },
 });
