@@ -93,6 +93,12 @@ def _generate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--height", type=int, metavar="PIXELS", help="default: the model's own")
     parser.add_argument("--steps", type=int, metavar="N", help="denoising steps; default: the model's own")
     parser.add_argument("--guidance-scale", type=float, metavar="X", help="default: the model's own")
+    parser.add_argument(
+        "--scheduler",
+        metavar="NAME",
+        help="a scheduler of diffusers in place of the model's own, as 'EulerDiscreteScheduler karras'; for one that "
+        "doesn't fit, such as list, those that do are named",
+    )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="the same seed gives the same picture (0)")
     parser.add_argument("--num-images", type=int, default=1, metavar="N", help="pictures in one go (1)")
     parser.add_argument("--frames", type=int, metavar="N", help="frames of a video; default: the model's own")
@@ -146,8 +152,8 @@ def _generate(args: argparse.Namespace, terminal: Terminal) -> None:
 
 
 def _denoise_options(args: argparse.Namespace, handle: Any) -> dict[str, Any]:
-    """The pipeline's own arguments for those that were given; the rest is left to the model's defaults."""
-    given = {"width": args.width, "height": args.height, "num_inference_steps": args.steps}
+    """Arguments of `denoise` for those that were given; the rest is left to the model's defaults."""
+    given = {"width": args.width, "height": args.height, "num_inference_steps": args.steps, "scheduler": args.scheduler}
     options = {name: value for name, value in given.items() if value is not None}
     if args.guidance_scale is not None:
         if handle.guidance_name is None:

@@ -71,14 +71,15 @@ def foresee_job(
     hardware: str | None = None,
     rates: Rates | None = None,
     session: Session | None = None,
+    scheduler: str | None = None,
     **pipeline_kwargs: Any,
 ) -> Foresight:
     """What `encode`, `denoise` and `decode` with these arguments will take. No weight of the model is loaded.
 
     model: a folder as `load` takes it, or the name of a known model. loras: as `load` takes them, too. settings: its
     budgets are planned for. hardware: a known machine that is asked about in place of this one; budgets are then of its
-    memory. rates: in place of those of the machine. session: whose observer may interrupt. pipeline_kwargs: of the
-    pipeline's call, e.g. height, width, num_inference_steps.
+    memory. rates: in place of those of the machine. session: whose observer may interrupt. scheduler: as `denoise`
+    takes it. pipeline_kwargs: of the pipeline's call, e.g. height, width, num_inference_steps.
 
     Raises ModelError and InputError as `load`, `encode` and `denoise` do, InputError for a machine that isn't known,
     TraceError for a model whose code can't be traced.
@@ -100,9 +101,10 @@ def foresee_job(
 
         @functools.cache
         def traced() -> tuple[Iterable[PhaseTrace], ...]:
-            return foresee(handle, prompt, negative_prompt, source=source, session=session, **call)
+            chosen: dict[str, Any] = {"source": source, "session": session, "scheduler": scheduler}
+            return foresee(handle, prompt, negative_prompt, **chosen, **call)
 
-        asked = [*asked_of(handle), prompt, negative_prompt, asked_values(call)]
+        asked = [*asked_of(handle), prompt, negative_prompt, asked_values(call | _named(scheduler))]
         store = TraceStore(cache_folder() / "traces")
         ways = [
             store.ways([name, *asked], lambda place=place: traced()[place])  # type: ignore[misc]
@@ -161,6 +163,7 @@ def foresee_denoise(
     *,
     images: Images | None = None,
     seed: int = 0,
+    scheduler: str | None = None,
     rates: Rates | None = None,
     session: Session | None = None,
     **pipeline_kwargs: Any,
@@ -171,10 +174,17 @@ def foresee_denoise(
     check_embeds(handle, handle.source(), embeds)
 
     def trace(here: Handle) -> Iterable[PhaseTrace]:
-        yield trace_denoise(here, embeds, images=images, seed=seed, session=session, **pipeline_kwargs)
+        yield trace_denoise(
+            here, embeds, images=images, seed=seed, scheduler=scheduler, session=session, **pipeline_kwargs
+        )
 
-    asked = [asked_embeds(embeds), asked_images(images), asked_values(pipeline_kwargs)]
+    asked = [asked_embeds(embeds), asked_images(images), asked_values(pipeline_kwargs | _named(scheduler))]
     return _phase(handle, "denoise", asked, trace, rates, session)
+
+
+def _named(scheduler: str | None) -> dict[str, Any]:
+    """What a scheduler adds to what is asked: it may call the denoiser twice a step."""
+    return {} if scheduler is None else {"scheduler": scheduler}
 
 
 def foresee_decode(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import offload_core
 from offload_core.errors import InputError
+from offload_core.schedulers import SCHEDULERS
 
 from ..foreseen import foreseen
 from ..pictures import mask_as_picture
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 LARGEST_SEED = 2**64 - 1
 STRENGTH_DEFAULT = -1.0  # the model's own default
+MODELS_OWN = "model's own"
 
 SCHEMA = NodeSchema(
     id="PhaseOffloadDenoise",
@@ -65,6 +67,15 @@ SCHEMA = NodeSchema(
             step=0.01,
             optional=True,
         ),
+        Input(
+            "scheduler",
+            "COMBO",
+            "The scheduler that makes the steps. Of the others only those work that fit the model: diffusers says "
+            "which are of one kind with its own, and the node names them if one doesn't fit.",
+            default=MODELS_OWN,
+            options=(MODELS_OWN, *SCHEDULERS),
+            optional=True,
+        ),
     ),
     outputs=(
         Output(
@@ -73,7 +84,18 @@ SCHEMA = NodeSchema(
             "The latent picture, in ComfyUI's convention. It also carries the exact values VAE Decode Phase needs.",
         ),
     ),
-    search_aliases=("ksampler", "sampler", "generate", "denoise", "seed", "steps", "guidance", "cfg", "offload"),
+    search_aliases=(
+        "ksampler",
+        "sampler",
+        "generate",
+        "denoise",
+        "seed",
+        "steps",
+        "guidance",
+        "cfg",
+        "scheduler",
+        "offload",
+    ),
 )
 
 
@@ -91,6 +113,7 @@ def denoise(
     images: Any = None,
     latent: Mapping[str, Any] | None = None,
     strength: float = STRENGTH_DEFAULT,
+    scheduler: str = MODELS_OWN,
 ) -> NodeResult:
     """PhaseOffloadDenoise: a LATENT of `batch` pictures. 0 (and a negative guidance or strength) leave the model's own
     default."""
@@ -100,6 +123,8 @@ def denoise(
         options["images"] = images
         _leave_size_to_picture(options)
     notes += _add_strength(options, model, images, strength)
+    if scheduler != MODELS_OWN:
+        options["scheduler"] = scheduler
     with foreseen(call, offload_core.foresee_denoise, model, embeds, seed=seed, **options) as plan:
         latents = offload_core.denoise(model, embeds, seed=seed, session=call.session, plan=plan, **options)
     call.say_how_it_went(*notes)

@@ -14,6 +14,7 @@ import torch
 from ..errors import InputError, MissingRecordError, NumericalError, RecordError
 from ..model_source import ModelSource
 from ..plan import Plan
+from ..schedulers import scheduler_like
 from ..session import Session
 from ._components import Component
 from ._encode import friendly_errors, one_negative_each, pictures_call, run_encode, with_pictures
@@ -40,13 +41,15 @@ def denoise(
     *,
     images: Images | None = None,
     seed: int = 0,
+    scheduler: str | None = None,
     session: Session | None = None,
     plan: Plan | None = None,
     **pipeline_kwargs: Any,
 ) -> Latents:
     """Latents for `embeds`: the pipeline's own loop, equal bit for bit to a one-shot run with the same seed.
 
-    The noise comes from a CPU generator seeded with `seed` (0 to 2**64 - 1). pipeline_kwargs are those of the
+    The noise comes from a CPU generator seeded with `seed` (0 to 2**64 - 1). scheduler: a name of `schedulers`, for one
+    in the place of the model's own, with its configuration (`from_config`). pipeline_kwargs are those of the
     pipeline's call (height, width, num_inference_steps, guidance_scale, num_images_per_prompt, ...); what is left out
     is what Encode was given, else the model's default. images: what `encode_images` or `images_from_samples` made; the
     pipeline is then the one that takes them, and has arguments of its own (strength). plan: see `encode`.
@@ -58,7 +61,7 @@ def denoise(
     _check_seed(seed)
     handle, source, call, known = denoise_question(handle, embeds, images, pipeline_kwargs)
     try:
-        return _run(handle, source, known, call, seed, session, plan=plan)
+        return _run(handle, source, known, call, seed, session, plan=plan, scheduler=scheduler)
     except RecordMissing as missing:
         if not handle.settings.encode_missing:
             raise MissingRecordError(_missing_sentence(embeds, call, missing.component)) from None
@@ -67,7 +70,7 @@ def denoise(
     again = run_encode(handle, source, call, call, session, known, plan)
     note = f"{component or 'Every encoder'} was run again for Denoise."
     try:
-        return _run(handle, source, again.records, call, seed, session, note, plan)
+        return _run(handle, source, again.records, call, seed, session, note, plan, scheduler)
     except RecordMissing as missing:
         raise MissingRecordError(_missing_sentence(embeds, call, missing.component)) from None
 
@@ -91,13 +94,14 @@ def denoise_question(
     return handle, source, call, {**embeds.records, **(images.records if images is not None else {})}
 
 
-def check_denoise(handle: Handle, *, seed: int = 0, **pipeline_kwargs: Any) -> None:
+def check_denoise(handle: Handle, *, seed: int = 0, scheduler: str | None = None, **pipeline_kwargs: Any) -> None:
     """Raises the InputError that `denoise` would raise for these arguments, before anything is encoded or loaded."""
     _check_seed(seed)
     source = handle.source()
     call = {**model_defaults(source), **pipeline_kwargs}
     check_call(call_class(source), call)
     with OpenPhase(handle, source, "check", Session()) as phase:
+        use_scheduler(phase, scheduler)
         check_size(phase.pipeline, call)
         if not any(hasattr(phase.pipeline, name) for name in ("image_processor", "video_processor")):
             raise InputError(f"{handle.pipeline} makes neither pictures nor videos, so it can't run in phases yet.")
@@ -112,6 +116,7 @@ def _run(
     session: Session,
     note: str | None = None,
     plan: Plan | None = None,
+    scheduler: str | None = None,
 ) -> Latents:
     device = handle.device_here()
     records = Records(records_of)
@@ -122,6 +127,7 @@ def _run(
         let_vaes_run(phase, ports)
         if note:
             phase.notes.append(note)
+        use_scheduler(phase, scheduler)
         plan_loras(phase, owned)
         _one_expert_at_a_time(phase, owned)
         for name in owned:
@@ -132,6 +138,16 @@ def _run(
             generator = torch.Generator("cpu").manual_seed(seed)
             phase.pipeline(**call, **preview.arguments(), generator=generator)
         return collect_latents(handle, source, phase, ports, call, seed)
+
+
+def use_scheduler(phase: Phase, name: str | None) -> None:
+    """Puts the scheduler of a name in the place of the model's own in the pipeline of a phase; None leaves that."""
+    if name is None:
+        return
+    own = getattr(phase.pipeline, "scheduler", None)
+    if own is None:
+        raise InputError(f"{phase.handle.pipeline} has no scheduler, so none can take its place: leave it out.")
+    phase.pipeline.scheduler = scheduler_like(own, name)
 
 
 def denoise_ports(source: ModelSource, records: Records, device: torch.device) -> dict[str, Port]:

@@ -23,7 +23,7 @@ from ._answers import Answers
 from ._cold import forget_method_caches
 from ._components import Component
 from ._decode import ENCODER_HALF, TILE_SIZES, decode_arguments
-from ._denoise import check_size, collect_latents, denoise_ports, denoise_question, let_vaes_run
+from ._denoise import check_size, collect_latents, denoise_ports, denoise_question, let_vaes_run, use_scheduler
 from ._encode import encode_call, encode_ports, encode_question, encode_run, friendly_errors, one_negative_each
 from ._handle import Handle, model_defaults
 from ._images import NoisePort, image_ports, images_question, run_images, with_size
@@ -63,6 +63,7 @@ def foresee(
     negative_prompt: Any = None,
     *,
     seed: int = 0,
+    scheduler: str | None = None,
     source: ModelSource | None = None,
     session: Session | None = None,
     **pipeline_kwargs: Any,
@@ -80,7 +81,7 @@ def foresee(
     encoded = _encode(handle, source, call, records, poll)
     run = one_negative_each({**model_defaults(source), **call})
     check_call(call_class(source), run)
-    denoised, latents = _denoise(handle, source, run, records, seed, poll)
+    denoised, latents = _denoise(handle, source, run, records, seed, poll, scheduler)
     return (encoded,), (denoised,), _decode(handle, source, latents, handle.settings.vae_tiling, poll)
 
 
@@ -150,6 +151,7 @@ def trace_denoise(
     *,
     images: Images | None = None,
     seed: int = 0,
+    scheduler: str | None = None,
     session: Session | None = None,
     **pipeline_kwargs: Any,
 ) -> PhaseTrace:
@@ -157,10 +159,10 @@ def trace_denoise(
     handle, source, call, known = denoise_question(handle, embeds, images, pipeline_kwargs)
     records, poll = Records(known), _poll(session)
     try:
-        return _denoise(handle, source, call, records, seed, poll)[0]
+        return _denoise(handle, source, call, records, seed, poll, scheduler)[0]
     except RecordMissing:  # denoise would run the encoders again
         _encode(handle, source, call, records, poll)
-        return _denoise(handle, source, call, records, seed, poll)[0]
+        return _denoise(handle, source, call, records, seed, poll, scheduler)[0]
 
 
 def trace_decode(
@@ -300,11 +302,18 @@ def _encode(handle: Handle, source: ModelSource, call: dict[str, Any], records: 
 
 
 def _denoise(
-    handle: Handle, source: ModelSource, call: dict[str, Any], records: Records, seed: int, poll: Poll
+    handle: Handle,
+    source: ModelSource,
+    call: dict[str, Any],
+    records: Records,
+    seed: int,
+    poll: Poll,
+    scheduler: str | None = None,
 ) -> tuple[PhaseTrace, Latents]:
     watch = _Watch(poll)
     ports = denoise_ports(source, records, handle.device_here())
     with OpenPhase(handle, source, "denoise", Session(), _traced(ports, watch)) as phase:
+        use_scheduler(phase, scheduler)
         check_size(phase.pipeline, call)
         let_vaes_run(phase, ports)
         watch.estimable = {name: phase.components[name].module for name, port in ports.items() if type(port) is RunPort}
