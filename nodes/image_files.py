@@ -109,8 +109,8 @@ def save_images(folder: Path, images: torch.Tensor, prefix: str, prompt: Mapping
     from PIL import Image
     from PIL.PngImagePlugin import PngInfo
 
-    target, stem, subfolder = _target(folder, prefix, width=images.shape[2], height=images.shape[1])
-    counter = _next_number(target, stem)
+    target, stem, subfolder = output_target(folder, prefix, width=images.shape[2], height=images.shape[1])
+    counter = next_number(target, stem)
     metadata = PngInfo()
     metadata.add_text("prompt", json.dumps(prompt))
     names = [f"{stem.replace('%batch_num%', str(i))}_{counter + i:05}_.png" for i in range(len(images))]
@@ -135,7 +135,7 @@ def _file_inside(folder: Path, name: str) -> Path:
     return path
 
 
-def _target(folder: Path, prefix: str, *, width: int, height: int) -> tuple[Path, str, str]:
+def output_target(folder: Path, prefix: str, *, width: int, height: int) -> tuple[Path, str, str]:
     """Folder, start of the file name, and subfolder for a prefix. Raises InputError if it leads out of `folder`."""
     now = time.localtime()
     values = {
@@ -159,7 +159,8 @@ def _target(folder: Path, prefix: str, *, width: int, height: int) -> tuple[Path
     return path.parent, path.name, "" if subfolder == "." else subfolder
 
 
-def _next_number(folder: Path, stem: str) -> int:
+def next_number(folder: Path, stem: str) -> int:
+    """The number of the next file whose name begins so: one more than the highest there."""
     pattern = re.compile(re.escape(stem) + r"_(\d+)_?\.", re.IGNORECASE)
     numbers = [int(match[1]) for file in folder.iterdir() if (match := pattern.match(file.name))]
     return max(numbers, default=0) + 1

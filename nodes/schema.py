@@ -25,8 +25,8 @@ class Input:
     """One input of a node.
 
     type: "STRING", "INT", "FLOAT", "BOOLEAN", "COMBO" (widgets), or a socket type. options: the values of a COMBO, or
-    the name of a list that only the running pack knows ("models", "devices", "loras"). default, min, max, step: of a
-    widget. optional: a graph may leave it out, as graphs do that were saved before there was such an input.
+    the name of a list that only the running pack knows ("models", "devices", "loras", ...). default, min, max, step: of
+    a widget. optional: a graph may leave it out, as graphs do that were saved before there was such an input.
     """
 
     name: str

@@ -16,6 +16,7 @@ from offload_core.warm import WarmStore
 from .file_list import FileList
 from .model_list import ModelList
 from .progress import NodeObserver
+from .record_files import EMBEDS_ENDING, LATENTS_ENDING, record_places
 
 if TYPE_CHECKING:
     import torch
@@ -77,6 +78,8 @@ class PackState:
         self._this_run: tuple[str | None, list[PhaseReport]] = (None, [])
         self._models = ModelList(host.model_roots)
         self.loras = FileList("LoRA", ".safetensors", lambda: [("", folder) for folder in host.folders("loras")])
+        self.embeds = FileList("file of saved embeds", EMBEDS_ENDING, lambda: record_places(host))
+        self.latents = FileList("file of saved latents", LATENTS_ENDING, lambda: record_places(host))
         self._sources: dict[Path, ModelSource] = {}
 
     def choices(self, name: str) -> list[str]:
@@ -85,6 +88,8 @@ class PackState:
             "models": self._models.names,
             "devices": self._devices,
             "loras": self.loras.names,
+            "embeds": self.embeds.names,
+            "latents": self.latents.names,
         }
         return lists[name]()
 

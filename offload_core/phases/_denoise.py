@@ -154,11 +154,8 @@ def denoise_ports(source: ModelSource, records: Records, device: torch.device) -
     """What the denoise phase does with each component."""
     ports = {name: _port(role_of(part), name, records, device) for name, part in models(source)}
     captures = [port for port in ports.values() if isinstance(port, CapturePort)]
-    if (
-        source.blocks is None
-        and len(captures) == 2
-        and any(makes_sound(source.components[port.component]) for port in captures)
-    ):
+    sounds = any(makes_sound(source.components[port.component]) for port in captures)
+    if sounds and len(captures) == 2 and source.blocks is None:
         captures[0].waits_for, captures[1].waits_for = captures[1], captures[0]
     return ports
 

@@ -225,8 +225,18 @@ def read_plains(path: str | os.PathLike[str], kind: str) -> tuple[dict[str, Any]
             for name, (structure, strides) in structures.items():
                 tensors = [_strided(file.get_tensor(f"{name}/{i}"), stride) for i, stride in enumerate(strides)]
                 plains[name] = Plain(structure, tuple(tensors))
-            return json.loads(metadata["meta"]), plains
-    except (SafetensorError, KeyError, ValueError, TypeError, RuntimeError) as error:
+                from_plain(plains[name], torch.device("cpu"))  # else a phase would find out that it can't be
+            return dict(json.loads(metadata["meta"])), plains
+    except (
+        SafetensorError,
+        KeyError,
+        IndexError,
+        AttributeError,
+        ValueError,
+        TypeError,
+        RuntimeError,
+        OSError,
+    ) as error:
         raise RecordError(f"{source.name} is damaged and can't be read as {kind} ({error}). Save it again.") from None
 
 
