@@ -45,6 +45,9 @@ _HOME = {
     "Plan": "plan",
     "PurgeReport": "_purge",
     "purge": "_purge",
+    "Claim": "memory_host",
+    "MemoryHost": "memory_host",
+    "Pins": "memory_host",
     "PhaseReport": "report",
     "RunReport": "report",
     "Observer": "session",
@@ -142,6 +145,7 @@ if TYPE_CHECKING:
         TraceError,
     )
     from .foresight import Foresight, foresee_decode, foresee_denoise, foresee_encode, foresee_images, foresee_job
+    from .memory_host import Claim, MemoryHost, Pins
     from .modular import modular_blocks, open_block
     from .phases import (
         Embeds,

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from .plan import Rates
     from .report import RunReport
     from .session import Session
-    from .warm import WarmStore
 
 # Of a machine that isn't this one: what its desktop and driver keep of the card, and the RAM that is assumed.
 DESKTOP_BYTES = 600 << 20
@@ -78,8 +77,9 @@ def foresee_job(
 
     model: a folder as `load` takes it, or the name of a known model. loras: as `load` takes them, too. settings: its
     budgets are planned for. hardware: a known machine that is asked about in place of this one; budgets are then of its
-    memory. rates: in place of those of the machine. session: whose observer may interrupt. scheduler: as `denoise`
-    takes it. pipeline_kwargs: of the pipeline's call, e.g. height, width, num_inference_steps.
+    memory. rates: in place of those of the machine. session: whose observer may interrupt, and whose memory host's
+    memory is counted on. scheduler: as `denoise` takes it. pipeline_kwargs: of the pipeline's call, e.g. height, width,
+    num_inference_steps.
 
     Raises ModelError and InputError as `load`, `encode` and `denoise` do, InputError for a machine that isn't known,
     TraceError for a model whose code can't be traced.
@@ -87,8 +87,7 @@ def foresee_job(
     settings = settings or OffloadSettings()
     machine = known_machine(hardware) if hardware else None
     device = torch.device("cpu") if machine else resolve_device(settings.execution_device)
-    warm = session.warm if session is not None else None
-    limits = _limits_of(machine, settings) if machine else limits_here(settings, device, warm)
+    limits = _limits_of(machine, settings) if machine else limits_here(settings, device, session)
     rates = rates or (rates_of(machine) if machine else measured_rates(device))
     learnt = None if machine else Learnt(device, rates)
     with _opened(model, dtype, settings, loras) as (handle, source, defaults, title):
@@ -222,8 +221,7 @@ def _phase(
 
 def _way_of(handle: Handle, ways: Iterable[PhaseTrace], rates: Rates | None, session: Session | None) -> Foresight:
     device = handle.device_here()
-    warm = session.warm if session is not None else None
-    limits = limits_here(replace(handle.settings, execution_device=str(device)), device, warm)
+    limits = limits_here(replace(handle.settings, execution_device=str(device)), device, session)
     rates = rates or measured_rates(device)
     titles = (_name_of(handle.model), device_title(device))
     return _planned([ways], limits, rates, titles, handle.pipeline, Learnt(device, rates))
@@ -281,12 +279,14 @@ def _defaults(known: KnownModel) -> tuple[dict[str, Any], str]:
     return dict(known.defaults), known.title
 
 
-def limits_here(settings: OffloadSettings, device: torch.device, warm: WarmStore | None = None) -> Limits:
-    """The budgets that the engine would make of these settings on this machine, now. warm: copies that would give
-    way."""
+def limits_here(settings: OffloadSettings, device: torch.device, session: Session | None = None) -> Limits:
+    """The budgets that the engine would make of these settings on this machine, now. What the session's memory host
+    would give back counts as free, and so do its warm copies: they would give way."""
     from .streaming import OffloadScope
 
-    scope = OffloadScope(replace(settings, activation_memory=0), device, warm=warm)
+    machine = session.memory_host.machine() if session is not None else None
+    warm = session.warm if session is not None else None
+    scope = OffloadScope(replace(settings, activation_memory=0), device, machine=machine, warm=warm)
     try:
         return Limits(
             device_bytes=scope.ledger.limits["device"],

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from .errors import PhaseBusyError
+from .memory_host import MemoryHost, NoMemoryHost
 from .prompt_cache import PromptCache
 from .report import RunReport
 from .warm import WarmStore
@@ -69,13 +70,15 @@ class Session:
     """State of one user of the library. Phases of one session run one at a time.
 
     prompt_cache: what encoders answered before. warm: weights that stay in RAM (`settings.warm`). Sessions may share
-    these two, also at the same time.
+    these two, also at the same time. memory_host: the program that the machine is shared with, if it is one that makes
+    room for phases.
     """
 
     observer: Observer = field(default_factory=SilentObserver)
     report: RunReport = field(default_factory=RunReport)
     prompt_cache: PromptCache = field(default_factory=PromptCache, repr=False)
     warm: WarmStore = field(default_factory=WarmStore, repr=False)
+    memory_host: MemoryHost = field(default_factory=NoMemoryHost, repr=False)
     _running: Any = field(default_factory=threading.Lock, repr=False)
 
     def enter(self, phase: str) -> None:

@@ -368,3 +368,56 @@ def missing_wait(which: str) -> str:
 def test_the_harness_notices_each_wait_that_is_taken_out(which: str) -> None:
     assert run_on_vgpu(missing_wait, "none") == "equal"
     assert run_on_vgpu(missing_wait, which) in ("race", "wrong bits")
+
+
+def pinned_by_a_host() -> dict[str, Any]:
+    import torch
+    from torch import nn
+
+    import vgpu
+    from offload_core import OffloadSettings
+    from offload_core.streaming import OffloadScope
+
+    device = vgpu.install()
+    device.set_poison(True)
+    device.set_race_check(True)
+
+    class Host:
+        def __init__(self, grants: bool) -> None:
+            self.grants, self.there, self.most = grants, {}, 0
+
+        def pin(self, memory: torch.Tensor) -> bool:
+            if self.grants:
+                self.there[memory.data_ptr()] = memory
+                self.most = max(self.most, sum(each.nbytes for each in self.there.values()))
+            return self.grants
+
+        def unpin(self, memory: torch.Tensor) -> None:
+            del self.there[memory.data_ptr()]
+
+    torch.manual_seed(0)
+    layers = nn.Sequential(*[nn.Linear(96, 96, bias=False) for _ in range(6)]).requires_grad_(False)
+    x = torch.randn(3, 96)
+    expected = layers(x)
+    results = {}
+    for grants in (True, False):
+        host = Host(grants)
+        settings = OffloadSettings(device_memory=3 * 96 * 96 * 4, resident_below=0, activation_memory=0)
+        scope = OffloadScope(settings, torch.device("vgpu", 0), pins=host)
+        managed = scope.attach(layers, name="layers")
+        equal = [torch.equal(layers(x.to("vgpu")).cpu(), expected) for _ in range(2)]
+        by_torch = device.pinned_bytes()
+        managed.release(restore=True)
+        scope.close()
+        results[grants] = (all(equal), host.most, len(host.there), by_torch, device.races()[:1])
+    return results
+
+
+@pytest.mark.slow
+def test_memory_is_pinned_by_a_host_that_grants_it_and_by_nobody_where_it_refuses() -> None:
+    results = run_on_vgpu(pinned_by_a_host)
+    granted, refused = results.values()
+    assert granted[0] and granted[1] > 0
+    assert refused[0] and refused[1] == 0
+    for _, _, left, by_torch, races in results.values():
+        assert (left, by_torch, races) == (0, 0, [])

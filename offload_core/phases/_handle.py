@@ -50,6 +50,10 @@ class Handle:
             raise ModelError(f"The model {source.root.name} changed on disk since it was loaded. Load it again.")
         return source
 
+    def _comfy_cache_tensors(self) -> list[torch.Tensor]:
+        """None: ComfyUI's cache of results asks by this name what a value holds in RAM."""
+        return []
+
     def for_task(self, task: str) -> Handle:
         """The same model as the pipeline that does `task`: "image-to-image", "inpaint" or "image-to-video".
 

@@ -37,6 +37,10 @@ class Embeds:
     def nbytes(self) -> int:
         return self.call.nbytes + sum(record.nbytes for record in self.records.values())
 
+    def _comfy_cache_tensors(self) -> list[torch.Tensor]:
+        """What this holds in RAM, for ComfyUI's cache of results, which asks by this name."""
+        return [tensor for plain in (self.call, *self.records.values()) for tensor in plain.tensors]
+
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Writes a safetensors file, whole or not at all. Returns its path."""
         meta = {"pipeline": self.pipeline, "encoders": self.encoders, "notes": list(self.notes)}
@@ -136,6 +140,10 @@ class Latents:
         tensors = list(self.decode.tensors)
         tensors[self._index()] = self.layout.to_latents(samples).to(mine.dtype).contiguous().clone()
         return replace(self, decode=Plain(self.decode.structure, tuple(tensors)), seed=None, height=None, width=None)
+
+    def _comfy_cache_tensors(self) -> list[torch.Tensor]:
+        """What this holds in RAM, for ComfyUI's cache of results, which asks by this name."""
+        return [*self.decode.tensors, *self.layout.statistics]
 
     def _latents(self) -> torch.Tensor:
         return self.decode.tensors[self._index()]

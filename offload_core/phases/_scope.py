@@ -17,10 +17,13 @@ import torch
 from .._report_table import human_bytes
 from ..devices import HostPeak, empty_cache, is_out_of_memory, peak_bytes, reset_peak, trim_heap
 from ..errors import InputError, InsufficientMemoryError
+from ..limits import activation_reserve, auto_device_budget, parse_budget
+from ..memory_host import Claim
 from ..model_source import ModelSource
 from ..plan import Plan, predicted_figures
 from ..report import PhaseReport
 from ..session import Progress, Session
+from ..settings import OffloadSettings
 from ..streaming import OffloadScope, StreamPlan
 from ._components import Component, Usage
 from ._handle import Handle
@@ -47,16 +50,42 @@ class Phase:
         self._steps: list[float] = []  # when each began or ended
         self._given_back: list[tuple[weakref.ref[Any], int]] = []
         self._scope: OffloadScope | None = None
+        self._claim = contextlib.ExitStack()
         self.traffic = StreamTraffic()
 
     def scope(self) -> OffloadScope:
-        """The budget that all components of the phase share, from the first one that is loaded on."""
+        """The budget that all components of the phase share, from the first one that is loaded on. Before it is
+        measured, the session's memory host makes room."""
         if self._scope is None:
             settings = self.handle.settings
             if self.plan is not None and settings.activation_memory == "auto":
                 settings = replace(settings, activation_memory=self.plan.activation_peak_bytes)
-            self._scope = OffloadScope(settings, self.device, poll=self.poll, warm=self.session.warm)
+            host = self.session.memory_host
+            self._claim.enter_context(host.claim(self._needs(settings)))
+            self._scope = OffloadScope(
+                settings,
+                self.device,
+                poll=self.poll,
+                machine=host.machine(),
+                pins=host.pins(),
+                warm=self.session.warm,
+            )
         return self._scope
+
+    def _needs(self, settings: OffloadSettings) -> Claim:
+        """What the plan says; without one, all weights of the phase as far as the budget goes."""
+        machine = self.session.memory_host.machine()
+        memory = machine.device(self.device) or machine.host()
+        auto = auto_device_budget(memory)
+        spare = memory.free - auto if settings.device_memory == "auto" else 0
+        if self.plan is not None:
+            activations = self.plan.activation_peak_bytes
+            return Claim(self.device, self.plan.device_peak_bytes - activations, activations, spare)
+        budget = parse_budget(
+            settings.device_memory, free=memory.free, total=memory.total, auto=auto, name="device_memory"
+        )
+        activations = activation_reserve(settings.activation_memory, budget)
+        return Claim(self.device, min(self._to_load, budget - activations), activations, spare)
 
     @property
     def modules(self) -> dict[str, torch.nn.Module]:
@@ -125,6 +154,7 @@ class Phase:
     def close(self) -> int:
         """Gives everything back. Returns the bytes of storages that something outside still holds."""
         with contextlib.ExitStack() as every:  # an interrupt in one release doesn't keep the others from it
+            every.callback(self._claim.close)
             every.callback(self._close_scope)
             for component in self.components.values():
                 every.callback(component.empty)

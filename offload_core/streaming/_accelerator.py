@@ -19,6 +19,7 @@ from ..devices import empty_pinned_cache
 from ..errors import BudgetError
 from ..file_reader import ReadBuffer, ReadStopped
 from ..ledger import Ledger, Reservation
+from ..memory_host import Pins
 from ._copies import cast, cast_into
 from ._masters import Master, Stop
 from ._shape import as_bytes, flat
@@ -34,19 +35,27 @@ class AcceleratorCopies:
     """The copy engine of a device with streams.
 
     chunk_bytes: size of a staging chunk. chunks: how many there are. pinned_bytes: the most pinned memory it may take.
+    pins: who pins it, None for torch.
     """
 
     align = 512
     eager = True
 
     def __init__(
-        self, device: torch.device, ledger: Ledger, *, chunk_bytes: int, chunks: int, pinned_bytes: int
+        self,
+        device: torch.device,
+        ledger: Ledger,
+        *,
+        chunk_bytes: int,
+        chunks: int,
+        pinned_bytes: int,
+        pins: Pins | None = None,
     ) -> None:
         self.device, self.whole = device, device.type != "mps"
         self._ledger = ledger
         self._stream = torch.Stream(device=device)
         self._home = torch.accelerator.current_stream(device)
-        self._pinned = PinnedMemory(ledger, pinned_bytes)
+        self._pinned = PinnedMemory(ledger, pinned_bytes, pins)
         self._staging = Staging(self._pinned, chunk_bytes, chunks)
         self._cast_lock = threading.Lock()
         self._cast_buffer: torch.Tensor | None = None
@@ -222,11 +231,11 @@ def _pieces(chunk: torch.Tensor, nbytes: int) -> Iterator[tuple[int, torch.Tenso
 class PinnedMemory:
     """Pinned memory in slabs, booked at the size they really have: torch's allocator rounds up to powers of two.
 
-    Where pinning fails there is none, said once in the log, and copies go through ordinary memory.
+    Where pinning fails, or `pins` refuses, there is none, said once in the log, and copies go through ordinary memory.
     """
 
-    def __init__(self, ledger: Ledger, limit: int) -> None:
-        self._ledger, self._limit = ledger, limit
+    def __init__(self, ledger: Ledger, limit: int, pins: Pins | None = None) -> None:
+        self._ledger, self._limit, self._pins = ledger, limit, pins
         self._slabs: list[tuple[torch.Tensor, Reservation]] = []
         self._free: list[tuple[int, int, int]] = []  # slab, offset, bytes
         self._where: dict[int, tuple[int, int, int]] = {}
@@ -276,13 +285,15 @@ class PinnedMemory:
             for number, (slab, reservation) in enumerate(self._slabs):
                 if slab.numel() and sum(size for at, _, size in self._free if at == number) == slab.numel():
                     self._free = [part for part in self._free if part[0] != number]
+                    self._unpin(slab)
                     self._slabs[number] = (torch.empty(0, dtype=torch.uint8), reservation)
                     self._wanted += slab.numel()
                     reservation.release()
 
     def close(self) -> None:
         with self._lock:
-            for _, reservation in self._slabs:
+            for slab, reservation in self._slabs:
+                self._unpin(slab)
                 reservation.release()
             self._slabs.clear()
             self._free.clear()
@@ -306,16 +317,30 @@ class PinnedMemory:
         except BudgetError:
             return False
         try:
-            with torch.inference_mode(False):
-                slab = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-        except (RuntimeError, MemoryError) as error:
+            slab = self._pin(nbytes)
+        except BaseException as error:
             reservation.release()
+            if not isinstance(error, RuntimeError | MemoryError):
+                raise
             self.works = False
             log.warning("Pinning memory failed (%s); copies go through ordinary memory, more slowly.", str(error))
             return False
         self._free.append((len(self._slabs), 0, nbytes))
         self._slabs.append((slab, reservation))
         return True
+
+    def _pin(self, nbytes: int) -> torch.Tensor:
+        with torch.inference_mode(False):
+            if self._pins is None:
+                return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+            slab = torch.empty(nbytes, dtype=torch.uint8)
+        if not self._pins.pin(slab):
+            raise RuntimeError("the host refuses to pin more")
+        return slab
+
+    def _unpin(self, slab: torch.Tensor) -> None:
+        if self._pins is not None and slab.numel():
+            self._pins.unpin(slab)
 
 
 class _Chunk:

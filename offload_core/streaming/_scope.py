@@ -23,6 +23,7 @@ from ..limits import (
     parse_budget,
     parse_limit,
 )
+from ..memory_host import Pins
 from ..settings import OffloadSettings, check_settings
 from ..warm import WarmStore
 from ._accelerator import AcceleratorCopies, link_bytes
@@ -41,8 +42,8 @@ _STAGING_BYTES = 64 << 20
 class OffloadScope:
     """Everything that modules under offload share. `close` gives all of it back.
 
-    poll: see WeightCache. machine: what answers about memory, for tests. warm: copies of weights in RAM, which give way
-    to whatever is booked here; with `settings.warm` they are used, and added to.
+    poll: see WeightCache. machine: what answers about memory. pins: who pins memory, None for torch. warm: copies of
+    weights in RAM, which give way to whatever is booked here; with `settings.warm` they are used, and added to.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class OffloadScope:
         *,
         poll: Callable[[int], None] | None = None,
         machine: Machine | None = None,
+        pins: Pins | None = None,
         warm: WarmStore | None = None,
     ) -> None:
         check_settings(settings)
@@ -66,7 +68,7 @@ class OffloadScope:
         chunk = min(_LARGEST_CHUNK, max(_SMALLEST_CHUNK, total // 128 // 4096 * 4096))
         self._buffers = [ReadBuffer(chunk) for _ in range(1 + max(settings.read_threads, 0))]
         self._staging = self.ledger.reserve("host", "staging", self.staging_bytes)
-        self.engine = self._engine(chunk)
+        self.engine = self._engine(chunk, pins)
         self.cache = WeightCache(self.engine, self.ledger, self._buffers, poll=poll)
         self._files: dict[Path, WeightFile] = {}
         self._managed: list[weakref.ref[Managed]] = []
@@ -216,7 +218,7 @@ class OffloadScope:
             host_budget = max(host_budget, min(device_budget + _STAGING_BYTES, host.free))
         return Ledger(device=device_budget, host=host_budget, shared=on_cpu, evictable=warm), memory, host
 
-    def _engine(self, chunk_bytes: int) -> CopyEngine:
+    def _engine(self, chunk_bytes: int, pins: Pins | None) -> CopyEngine:
         if self.device.type == "cpu":
             return CpuCopies()
         chunks = 2 * len(self._buffers)
@@ -225,7 +227,9 @@ class OffloadScope:
             parse_limit(self.settings.pinned_memory, self.host_memory, "pinned_memory"),
         )
         limit = limit if asked is None else min(limit, asked)
-        return AcceleratorCopies(self.device, self.ledger, chunk_bytes=chunk_bytes, chunks=chunks, pinned_bytes=limit)
+        return AcceleratorCopies(
+            self.device, self.ledger, chunk_bytes=chunk_bytes, chunks=chunks, pinned_bytes=limit, pins=pins
+        )
 
 
 def _shut(readers: Readers, buffers: list[ReadBuffer], files: dict[Any, WeightFile]) -> None:
