@@ -28,7 +28,13 @@ class NodeCall:
     session: Session = field(init=False)
 
     def __post_init__(self) -> None:
-        self.session = Session(observer=self.observer, prompt_cache=self.state.prompt_cache, warm=self.state.warm)
+        state = self.state
+        self.session = Session(
+            observer=self.observer,
+            prompt_cache=state.prompt_cache,
+            warm=state.warm,
+            memory_host=state.host.memory,
+        )
 
     def say_how_it_went(self, *notes: str) -> None:
         """Shows the notes and what the last phase cost."""

@@ -1,7 +1,8 @@
-"""Everything the pack asks of ComfyUI, in one place: the only module that imports `comfy`, `folder_paths`, `server`.
+"""Everything the pack asks of ComfyUI, in one place: the module that imports `comfy`, `folder_paths`, `server`.
 
 Asks at call time, never at import, so that every host flag (`--cpu`, `--gpu-only`, `--preview-method`, ...) counts and
 models folders set later are seen. Works with ComfyUI 0.3.64 and later; what only newer ones have is looked up by name.
+Memory that is shared with ComfyUI is in `comfy_memory`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from typing import Any
 
 from offload_core.session import Progress
 
+from .comfy_memory import ComfyMemory
+from .patcher import WarmCopies
 from .progress import NodeObserver, describe_progress
 
 log = logging.getLogger(__name__)
@@ -24,6 +27,9 @@ STATUS_INTERVAL_S = 0.1
 
 class ComfyHost:
     """ComfyUI, as the pack sees it."""
+
+    def __init__(self) -> None:
+        self.memory = ComfyMemory()
 
     def model_roots(self) -> Sequence[Path]:
         import folder_paths
@@ -60,7 +66,11 @@ class ComfyHost:
         return str(mm.get_torch_device())
 
     def auto_budgets(self) -> Mapping[str, str]:
-        return {}
+        """With --novram nothing stays on the device beyond its use."""
+        import comfy.model_management as mm
+
+        states = getattr(mm, "VRAMState", None)
+        return {"resident_memory": "0"} if states is not None and mm.vram_state == states.NO_VRAM else {}
 
     def image_placement(self) -> dict[str, Any]:
         import comfy.model_management as mm
@@ -81,7 +91,10 @@ class ComfyHost:
         return ExecutionBlocker(why)
 
     def observer(self, node_id: str | None = None) -> NodeObserver:
-        return ComfyObserver(node_id or running_node_id())
+        return ComfyObserver(node_id or running_node_id(), self.memory)
+
+    def offer(self, warm: WarmCopies) -> None:
+        self.memory.offer(warm)
 
     def release_cache(self) -> None:
         import comfy.model_management as mm
@@ -89,10 +102,8 @@ class ComfyHost:
         mm.soft_empty_cache()
 
     def make_room(self) -> None:
-        import comfy.model_management as mm
-
-        log.info("A phase ran out of memory: unloading ComfyUI's own models for the next try.")
-        mm.unload_all_models()
+        if self.memory.unload_others():
+            log.info("A phase ran out of memory: ComfyUI's own models were unloaded for the next try.")
 
 
 class ComfyObserver(NodeObserver):
@@ -101,8 +112,8 @@ class ComfyObserver(NodeObserver):
     The bar counts loaded bytes until the first step, then steps, so that it never jumps back between the two.
     """
 
-    def __init__(self, node_id: str | None) -> None:
-        self._node_id = node_id
+    def __init__(self, node_id: str | None, memory: ComfyMemory) -> None:
+        self._node_id, self._memory = node_id, memory
         self._bar: Any = None
         self._bar_unit = ""
         self._last_status_s = 0.0
@@ -127,12 +138,9 @@ class ComfyObserver(NodeObserver):
         mm.throw_exception_if_processing_interrupted()
 
     def make_room(self) -> bool:
-        import comfy.model_management as mm
-
-        held = bool(getattr(mm, "current_loaded_models", ()))
+        held = self._memory.unload_others()
         if held:
-            log.info("A phase ran out of memory: unloading ComfyUI's own models.")
-            mm.unload_all_models()
+            log.info("A phase ran out of memory: ComfyUI's own models were unloaded.")
         return held
 
     def status(self, text: str) -> None:

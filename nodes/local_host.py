@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from offload_core.memory_host import MemoryHost, NoMemoryHost
 from offload_core.session import Observer, Progress, SilentObserver
 
+from .patcher import WarmCopies
 from .progress import NodeObserver
 
 
@@ -50,6 +52,7 @@ class LocalHost:
         self._folders = {kind: tuple(found) for kind, found in (folders or {}).items()}
         self._runs = 0
         self._interrupt = threading.Event()
+        self.memory: MemoryHost = NoMemoryHost()
 
     def model_roots(self) -> Sequence[Path]:
         return self._model_roots
@@ -97,6 +100,9 @@ class LocalHost:
 
     def observer(self, node_id: str | None) -> NodeObserver:
         return _LocalObserver(self, node_id)
+
+    def offer(self, warm: WarmCopies) -> None:
+        pass
 
     def release_cache(self) -> None:
         pass

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from offload_core.errors import InputError, OffloadError
+from offload_core.memory_host import MemoryHost
 from offload_core.prompt_cache import PromptCache
 from offload_core.report import PhaseReport, RunReport
 from offload_core.settings import OffloadSettings
@@ -15,6 +16,7 @@ from offload_core.warm import WarmStore
 
 from .file_list import FileList
 from .model_list import ModelList
+from .patcher import WarmCopies
 from .progress import NodeObserver
 from .record_files import EMBEDS_ENDING, LATENTS_ENDING, record_places
 
@@ -47,6 +49,13 @@ class Host(Protocol):
     def auto_budgets(self) -> Mapping[str, str]:
         """The memory budgets that "auto" stands for, by the name of the setting. Those left out stay "auto"."""
 
+    @property
+    def memory(self) -> MemoryHost:
+        """Who makes room for phases and counts what they pin."""
+
+    def offer(self, warm: WarmCopies) -> None:
+        """Host copies of weights that the host may take back at any moment."""
+
     def image_placement(self) -> dict[str, Any]:
         """Where IMAGE outputs belong: the device and dtype for `Tensor.to`."""
 
@@ -75,6 +84,7 @@ class PackState:
         self.report = RunReport()
         self.prompt_cache = PromptCache()
         self.warm = WarmStore()
+        host.offer(self.warm)
         self._this_run: tuple[str | None, list[PhaseReport]] = (None, [])
         self._models = ModelList(host.model_roots)
         self.loras = FileList("LoRA", ".safetensors", lambda: [("", folder) for folder in host.folders("loras")])
@@ -105,14 +115,14 @@ class PackState:
         return self.host.auto_device() if choice == "auto" else choice
 
     def settings(self, base: OffloadSettings | None = None, **budgets: str) -> OffloadSettings:
-        """Engine settings with these memory budgets. Where one says "auto", that of `base` counts; where that does,
-        too, the host may have another."""
+        """Engine settings with these memory budgets. Where one says "auto", or isn't given, that of `base` counts; where
+        that is "auto", too, the host may have another."""
         settings = base or OffloadSettings()
         given: dict[str, Any] = {
             name: budget for name, budget in budgets.items() if str(budget).strip().lower() != "auto"
         }
         settings = replace(settings, **given)
-        auto: dict[str, Any] = {name: budget for name, budget in self.host.auto_budgets().items() if name in budgets}
+        auto: dict[str, Any] = dict(self.host.auto_budgets())
         return replace(settings, **{name: auto[name] for name in auto if getattr(settings, name) == "auto"})
 
     def fingerprint(self, name: str) -> str:

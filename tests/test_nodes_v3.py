@@ -323,6 +323,7 @@ class HostModules:
             throw_exception_if_processing_interrupted=self._throw,
             soft_empty_cache=lambda: self.sent.append("soft_empty_cache"),
             unload_all_models=lambda: self.sent.append("unload_all_models"),
+            loaded_models=list,
         )
         sent = self.sent
 
