@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,14 +44,18 @@ def checkout(request: pytest.FixtureRequest) -> Checkout:
 
 @pytest.fixture(scope="session")
 def boot(checkout: Checkout, demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Boot:
-    """`with boot("--flag", ...) as server`: a server of this checkout with the pack and a linked model."""
+    """`with boot("--flag", ...) as server`: a server of this checkout with the pack and a linked model. packs: other
+    packs that are linked beside it."""
     from host.comfy_server import running_server
 
-    def boot(*flags: str) -> AbstractContextManager[Server]:
+    def boot(*flags: str, packs: Sequence[Path] = ()) -> AbstractContextManager[Server]:
         base = tmp_path_factory.mktemp(f"comfyui-{checkout.version}")
         link = base / "models" / "diffusers" / LINKED_MODEL
         link.parent.mkdir(parents=True)
         link.symlink_to(demo_model, target_is_directory=True)
+        (base / "custom_nodes").mkdir()
+        for other in packs:
+            (base / "custom_nodes" / other.name).symlink_to(other, target_is_directory=True)
         return running_server(checkout, REPOSITORY, base, flags)
 
     return boot
