@@ -1,7 +1,7 @@
 """Memory shared with ComfyUI: its models make room for a phase, ours is in its list, and it counts what is pinned.
 
-The other module beside `host.py` that imports `comfy`. Everything that moves ComfyUI's weights runs in inference mode
-as in ComfyUI itself: its weights are made there, and torch refuses to change such tensors elsewhere.
+Everything that moves ComfyUI's weights runs in inference mode, as in ComfyUI itself: its weights are made there, and
+torch refuses to change such tensors elsewhere.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Everything the pack asks of ComfyUI, in one place: the module that imports `comfy`, `folder_paths`, `server`.
+"""What the pack asks of ComfyUI, but for memory that both share, which is in `comfy_memory`.
 
 Asks at call time, never at import, so that every host flag (`--cpu`, `--gpu-only`, `--preview-method`, ...) counts and
 models folders set later are seen. Works with ComfyUI 0.3.64 and later; what only newer ones have is looked up by name.
-Memory that is shared with ComfyUI is in `comfy_memory`.
 """
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ class PackState:
         return self.host.auto_device() if choice == "auto" else choice
 
     def settings(self, base: OffloadSettings | None = None, **budgets: str) -> OffloadSettings:
-        """Engine settings with these memory budgets. Where one says "auto", or isn't given, that of `base` counts; where
+        """Engine settings with these memory budgets. One that is "auto" or isn't given is that of `base`; where
         that is "auto", too, the host may have another."""
         settings = base or OffloadSettings()
         given: dict[str, Any] = {

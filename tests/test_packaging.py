@@ -191,6 +191,17 @@ def test_engine_knows_no_host_and_never_prints(path: Path):
     assert not [call.lineno for call in calls if isinstance(call.func, ast.Name) and call.func.id == "print"]
 
 
+TALKS_TO_COMFYUI = ("host.py", "comfy_memory.py", "comfy_v3.py")
+
+
+@pytest.mark.parametrize("path", sources("nodes"), ids=lambda path: str(path.relative_to(ROOT)))
+def test_comfyui_is_imported_in_few_modules_and_only_when_it_is_asked(path: Path):
+    host = {"comfy", "comfy_api", "comfy_execution", "folder_paths", "server", "nodes"}
+    assert path.name in TALKS_TO_COMFYUI or not imported_names(path) & host
+    at_import = [node for node in ast.parse(path.read_text("utf-8")).body if isinstance(node, ast.Import)]
+    assert not {alias.name.partition(".")[0] for node in at_import for alias in node.names} & host
+
+
 DRAWS = ("_charts.py", "plan_chart.py", "report_chart.py")
 
 
