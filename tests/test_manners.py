@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+import fake_engine
 import offload_core
 from comfy_manager import CPU, GPU, LEAST_FREE_BYTES, Manager, OwnModel, VRAMState, install
 from offload_core import demo
@@ -22,9 +23,12 @@ from offload_core.memory_host import Claim, NoMemoryHost
 from offload_core.plan import Rates
 from offload_core.session import Progress, Session
 from offload_core.streaming._accelerator import PinnedMemory
+from phase_offload_nodes.calls import run_node
 from phase_offload_nodes.comfy_memory import ComfyMemory
 from phase_offload_nodes.host import ComfyHost
 from phase_offload_nodes.local_host import LocalHost
+from phase_offload_nodes.progress import NodeObserver
+from phase_offload_nodes.schema import RECORD_KEY
 from phase_offload_nodes.state import PackState
 
 RATES = Rates({"float32": 1e11}, 1e10, 1e-6, 1e9, 5e9)
@@ -408,6 +412,25 @@ def test_with_novram_nothing_stays_on_the_device_beyond_its_use(monkeypatch: pyt
     install(monkeypatch, replace(manager, vram_state=VRAMState.NO_VRAM))
     settings = PackState(ComfyHost()).settings(device_memory="auto", host_memory="1GiB")
     assert (settings.resident_memory, settings.device_memory, settings.host_memory) == ("0", "auto", "1GiB")
+
+
+def test_latents_go_where_the_host_keeps_what_lies_between_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with --gpu-only. The record for VAE Decode Phase stays in RAM."""
+
+    class Elsewhere(LocalHost):
+        def image_placement(self) -> dict[str, Any]:
+            return {"device": torch.device("meta"), "dtype": torch.float32}
+
+    fake_engine.install(monkeypatch)
+    state = PackState(Elsewhere())
+    model, embeds = fake_engine.Handle("m", "cpu", "auto"), fake_engine.Embeds("x", None)
+    job = {"steps": 0, "guidance": -1.0, "width": 0, "height": 0, "batch": 1}
+    result = run_node(
+        "PhaseOffloadDenoise", state, NodeObserver(), {"model": model, "embeds": embeds, "seed": 1, **job}
+    )
+    (latent,) = result.values
+    assert latent["samples"].device.type == "meta"
+    assert latent[RECORD_KEY].exact.device.type == "cpu"
 
 
 def test_values_on_wires_say_which_tensors_they_hold() -> None:

@@ -128,7 +128,8 @@ def denoise(
     with foreseen(call, offload_core.foresee_denoise, model, embeds, seed=seed, **options) as plan:
         latents = offload_core.denoise(model, embeds, seed=seed, session=call.session, plan=plan, **options)
     call.say_how_it_went(*notes)
-    return NodeResult(({"samples": latents.samples, RECORD_KEY: latents},))
+    samples = latents.samples.to(call.state.host.image_placement()["device"])
+    return NodeResult(({"samples": samples, RECORD_KEY: latents},))
 
 
 def _start(model: Any, images: Any, latent: Mapping[str, Any] | None) -> Any:
