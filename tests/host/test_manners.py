@@ -193,6 +193,17 @@ def test_flags_about_memory_give_the_same_picture(flag: str, boot: Callable, sha
         assert no_weights_are_left(server)
 
 
+def test_models_of_extra_model_paths_are_offered_and_run(
+    boot: Callable, short: Graph, demo_model: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "others").mkdir()
+    (tmp_path / "others" / "elsewhere").symlink_to(demo_model, target_is_directory=True)
+    config = tmp_path / "paths.yaml"
+    config.write_text(f"mine:\n  base_path: {tmp_path}\n  diffusers: others\n")
+    with boot("--extra-model-paths-config", str(config), "--preview-method", "none") as server:
+        picture_of(server.run(with_inputs(short, LOAD, model="elsewhere")))
+
+
 # Interrupts
 
 
