@@ -62,6 +62,10 @@ async def comfy_entrypoint() -> Any:
     """Called by ComfyUI: the extension with all nodes."""
     from phase_offload_nodes.comfy_v3 import make_extension
     from phase_offload_nodes.host import ComfyHost
+    from phase_offload_nodes.routes import ROUTES
     from phase_offload_nodes.state import PackState
 
-    return make_extension(PackState(ComfyHost()))
+    host = ComfyHost()
+    state = PackState(host)
+    host.serve(ROUTES, state)
+    return make_extension(state)

@@ -12,6 +12,7 @@ from offload_core.errors import InsufficientMemoryError
 from offload_core.session import Session
 
 from .catalog import NODES
+from .followed import FollowedObserver
 from .progress import NodeObserver, describe_phase
 from .results import NodeResult
 from .state import PackState
@@ -50,10 +51,12 @@ def run_node(node_id: str, state: PackState, observer: NodeObserver, inputs: Map
 
     A host keeps the traceback of a failed run, and with it every local of its frames, for seconds.
     """
-    call = NodeCall(state, observer)
+    followed, failure = FollowedObserver(observer, state), None
+    call = NodeCall(state, followed)
     try:
         return NODES[node_id].run(call, **inputs)
     except BaseException as error:
+        failure = error
         forget_locals(error)
         if isinstance(error, InsufficientMemoryError):
             state.warm.release()
@@ -61,6 +64,8 @@ def run_node(node_id: str, state: PackState, observer: NodeObserver, inputs: Map
         raise
     finally:
         state.remember(call.session.report.phases)
+        followed.ended(call.session.report.phases, failure)
+        failure = None  # a reference cycle with this frame
 
 
 def fingerprint(node_id: str, state: PackState, inputs: Mapping[str, Any]) -> Any:

@@ -23,6 +23,7 @@ def foreseen(
 ) -> Iterator[offload_core.Plan | None]:
     """The plan to run by, while the phase runs; None if there is none to go by. A run without an error teaches the
     next plan."""
+    from offload_core.plan import predicted_figures
     from offload_core.plan_table import plan_line
 
     call.observer.status("looking ahead, nothing is loaded yet")
@@ -35,5 +36,7 @@ def foreseen(
     call.observer.status(plan_line(found.plan))
     if not found.plan.fits:
         log.warning("%s It is tried all the same.", plan_line(found.plan))
+    for phase in found.plan.phases:
+        call.observer.foretold(phase.name, predicted_figures(phase))
     yield found.plan if found.plan.fits else None
     found.learn(call.session.report)

@@ -6,12 +6,14 @@ models folders set later are seen. Works with ComfyUI 0.3.64 and later; what onl
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from offload_core.session import Progress
 
@@ -19,9 +21,14 @@ from .comfy_memory import ComfyMemory
 from .patcher import WarmCopies
 from .progress import NodeObserver, describe_progress
 
+if TYPE_CHECKING:
+    from .routes import Route
+    from .state import PackState
+
 log = logging.getLogger(__name__)
 
 STATUS_INTERVAL_S = 0.1
+LARGEST_REQUEST_BYTES = 64 << 10
 
 
 class ComfyHost:
@@ -46,12 +53,6 @@ class ComfyHost:
         if kind == "output":
             return (Path(folder_paths.get_output_directory()),)
         return tuple(Path(path) for path in folder_paths.get_folder_paths(kind))
-
-    def run_id(self) -> str | None:
-        from comfy_execution.utils import get_executing_context
-
-        context = get_executing_context()
-        return None if context is None else context.prompt_id
 
     def devices(self) -> Sequence[str]:
         import comfy.model_management as mm
@@ -95,6 +96,33 @@ class ComfyHost:
     def offer(self, warm: WarmCopies) -> None:
         self.memory.offer(warm)
 
+    def run_id(self) -> str:
+        from comfy_execution.utils import get_executing_context
+
+        context = get_executing_context()
+        return "" if context is None else str(context.prompt_id)
+
+    def is_interrupt(self, error: BaseException) -> bool:
+        import comfy.model_management as mm
+
+        return isinstance(error, mm.InterruptProcessingException | KeyboardInterrupt)
+
+    def send(self, event: str, data: dict[str, Any]) -> None:
+        server = running_server()
+        if server is not None:
+            server.send_sync(event, data)
+
+    def free_between_prompts(self) -> None:
+        server = running_server()
+        if server is not None:
+            server.prompt_queue.set_flag("unload_models", True)
+
+    def serve(self, routes: Sequence[Route], state: PackState) -> None:
+        """Adds the pack's routes to ComfyUI's server, which keeps other sites from them. Only before it starts."""
+        server = running_server()
+        for route in routes if server is not None else ():
+            server.routes.route(route.method, route.path)(partial(respond, route, state))
+
     def release_cache(self) -> None:
         import comfy.model_management as mm
 
@@ -112,7 +140,7 @@ class ComfyObserver(NodeObserver):
     """
 
     def __init__(self, node_id: str | None, memory: ComfyMemory) -> None:
-        self._node_id, self._memory = node_id, memory
+        self.node_id, self._memory = node_id, memory
         self._bar: Any = None
         self._bar_unit = ""
         self._last_status_s = 0.0
@@ -127,7 +155,7 @@ class ComfyObserver(NodeObserver):
         if event.unit != self._bar_unit:
             import comfy.utils
 
-            self._bar, self._bar_unit = comfy.utils.ProgressBar(event.total, node_id=self._node_id), event.unit
+            self._bar, self._bar_unit = comfy.utils.ProgressBar(event.total, node_id=self.node_id), event.unit
         preview = None if event.preview is None else ("JPEG", event.preview, preview_pixels())
         self._bar.update_absolute(event.done, event.total, preview)
 
@@ -144,13 +172,36 @@ class ComfyObserver(NodeObserver):
 
     def status(self, text: str) -> None:
         self._last_status_s = time.monotonic()
-        if self._node_id is None:
-            return
-        from server import PromptServer
-
-        server = getattr(PromptServer, "instance", None)
+        server = running_server() if self.node_id is not None else None
         if server is not None and hasattr(server, "send_progress_text"):
-            server.send_progress_text(text, self._node_id)
+            server.send_progress_text(text, self.node_id)
+
+
+def running_server() -> Any:
+    """ComfyUI's web server, None where nodes run without one."""
+    from server import PromptServer
+
+    return getattr(PromptServer, "instance", None)
+
+
+async def respond(route: Route, state: PackState, request: Any) -> Any:
+    """A web response of the route, made on another thread than the server's. A POST must say that it is JSON: no form
+    of another site can."""
+    from aiohttp import web
+
+    from .routes import Answer, answer
+
+    if route.method == "GET":
+        data: Any = dict(request.query)
+    elif request.content_type != "application/json" or (request.content_length or 0) > LARGEST_REQUEST_BYTES:
+        return web.json_response({"error": f"{route.path} takes a small JSON object."}, status=415)
+    else:
+        try:
+            data = await request.json()
+        except ValueError:
+            data = None
+    made: Answer = await asyncio.to_thread(answer, route, state, data)
+    return web.json_response(made.body, status=made.status)
 
 
 def previews_wanted() -> bool:

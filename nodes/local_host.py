@@ -110,6 +110,15 @@ class LocalHost:
     def make_room(self) -> None:
         pass
 
+    def is_interrupt(self, error: BaseException) -> bool:
+        return isinstance(error, GraphInterrupted | KeyboardInterrupt)
+
+    def send(self, event: str, data: dict[str, Any]) -> None:
+        pass
+
+    def free_between_prompts(self) -> None:
+        pass
+
     def interrupt(self) -> None:
         """Stops the running graph at its next check. Safe from any thread."""
         self._interrupt.set()
@@ -124,7 +133,7 @@ class LocalHost:
 class _LocalObserver(NodeObserver):
     def __init__(self, host: LocalHost, node_id: str | None) -> None:
         self._host = host
-        self._node_id = node_id
+        self.node_id = node_id
         self.wants_preview = host._listener.wants_preview
 
     def progress(self, event: Progress) -> None:
@@ -135,4 +144,4 @@ class _LocalObserver(NodeObserver):
 
     def status(self, text: str) -> None:
         if self._host._say is not None:
-            self._host._say(self._node_id, text)
+            self._host._say(self.node_id, text)

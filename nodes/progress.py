@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from offload_core._report_table import describe_prediction, describe_streaming, human_bytes
 from offload_core.report import PhaseReport
 from offload_core.session import Observer, Progress
 
 
 class NodeObserver(Observer):
-    """An engine observer that also has a status line, as a node has. This one is silent."""
+    """An engine observer that also has a status line, as a node has. This one is silent.
+
+    node_id: the node's id in its graph, None where it isn't known.
+    """
 
     wants_preview = False
+    node_id: str | None = None
 
     def progress(self, event: Progress) -> None:
         pass
@@ -23,6 +29,9 @@ class NodeObserver(Observer):
 
     def status(self, text: str) -> None:
         """Shows one line. A later line replaces it."""
+
+    def foretold(self, phase: str, figures: Mapping[str, float]) -> None:
+        """Told what a plan says of a phase (as in PhaseReport.predicted), before it begins."""
 
 
 def describe_progress(event: Progress) -> str:

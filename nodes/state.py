@@ -14,11 +14,15 @@ from offload_core.report import PhaseReport, RunReport
 from offload_core.settings import OffloadSettings
 from offload_core.warm import WarmStore
 
+from .defaults import Defaults, is_auto
 from .file_list import FileList
+from .followed import process_memory
+from .machine import MachineFigures
 from .model_list import ModelList
 from .patcher import WarmCopies
 from .progress import NodeObserver
 from .record_files import EMBEDS_ENDING, LATENTS_ENDING, record_places
+from .run_history import RunHistory
 
 if TYPE_CHECKING:
     import torch
@@ -36,9 +40,6 @@ class Host(Protocol):
 
     def folders(self, kind: str) -> Sequence[Path]:
         """The folders of a kind, as they are set now: "loras", "input" or "output"."""
-
-    def run_id(self) -> str | None:
-        """What tells the run of a graph that is under way from others; None if the host can't say."""
 
     def devices(self) -> Sequence[str]:
         """Devices a person may choose, "cpu" among them."""
@@ -68,6 +69,18 @@ class Host(Protocol):
     def observer(self, node_id: str | None) -> NodeObserver:
         """Who listens to a node while it runs, and may interrupt it."""
 
+    def run_id(self) -> str:
+        """The prompt that the running node belongs to."""
+
+    def is_interrupt(self, error: BaseException) -> bool:
+        """Whether an error is a person's wish to stop."""
+
+    def send(self, event: str, data: dict[str, Any]) -> None:
+        """Tells who watches: `data` is JSON. Nothing happens if nobody does."""
+
+    def free_between_prompts(self) -> None:
+        """Unload models and empty caches when no node runs: now, or after the prompt that runs. From any thread."""
+
     def release_cache(self) -> None:
         """Gives back what the host itself caches on the device without using it."""
 
@@ -76,16 +89,18 @@ class Host(Protocol):
 
 
 class PackState:
-    """Lists of models and files, opened model folders, reports of the last phases, and what stays between prompts:
-    answers of encoders and, where a model asks for it, warm weights."""
+    """Lists of models and files, opened model folders, what a person set for all graphs, what the last runs did, and
+    what stays between prompts: answers of encoders and, where a model asks for it, warm weights."""
 
     def __init__(self, host: Host) -> None:
         self.host = host
         self.report = RunReport()
+        self.defaults = Defaults()
+        self.history = RunHistory(process_memory)
+        self.machine = MachineFigures(host.auto_device)
         self.prompt_cache = PromptCache()
         self.warm = WarmStore()
         host.offer(self.warm)
-        self._this_run: tuple[str | None, list[PhaseReport]] = (None, [])
         self._models = ModelList(host.model_roots)
         self.loras = FileList("LoRA", ".safetensors", lambda: [("", folder) for folder in host.folders("loras")])
         self.embeds = FileList("file of saved embeds", EMBEDS_ENDING, lambda: record_places(host))
@@ -115,15 +130,22 @@ class PackState:
         return self.host.auto_device() if choice == "auto" else choice
 
     def settings(self, base: OffloadSettings | None = None, **budgets: str) -> OffloadSettings:
-        """Engine settings with these memory budgets. One that is "auto" or isn't given is that of `base`; where
-        that is "auto", too, the host may have another."""
-        settings = base or OffloadSettings()
-        given: dict[str, Any] = {
-            name: budget for name, budget in budgets.items() if str(budget).strip().lower() != "auto"
-        }
-        settings = replace(settings, **given)
+        """Engine settings with these memory budgets. One that is "auto" or isn't given is that of `base`, without one
+        what is set for all graphs; where that is "auto", too, the host may have another."""
+        settings = base or OffloadSettings(**self.defaults.numbers())
+        given: dict[str, Any] = {name: budget for name, budget in budgets.items() if not is_auto(budget)}
+        settings = replace(settings, **given, **self._kept(settings))
         auto: dict[str, Any] = dict(self.host.auto_budgets())
         return replace(settings, **{name: auto[name] for name in auto if getattr(settings, name) == "auto"})
+
+    def _kept(self, settings: OffloadSettings) -> dict[str, Any]:
+        """What stays between prompts: as the settings or those for all graphs say."""
+        from offload_core.small_files import cache_folder
+
+        kept: dict[str, Any] = {"warm": settings.warm or self.defaults.warm}
+        if self.defaults.prompt_cache and settings.prompt_cache_folder is None:
+            kept["prompt_cache_folder"] = str(cache_folder() / "prompts")
+        return kept
 
     def fingerprint(self, name: str) -> str:
         """Changes whenever a file of the model changes. Reads headers once, then only asks for sizes and times."""
@@ -141,15 +163,12 @@ class PackState:
         return source.fingerprint
 
     def remember(self, phases: Sequence[PhaseReport]) -> None:
-        """Keeps what phases cost: the last hundred, and those of the run of the graph that is under way."""
         self.report.phases.extend(phases)
         del self.report.phases[:-REMEMBERED_PHASES]
-        self._this_run = (self.host.run_id(), [*self.this_run(), *phases][-REMEMBERED_PHASES:])
 
-    def this_run(self) -> list[PhaseReport]:
+    def this_run(self) -> RunReport:
         """Reports of the phases that the run of the graph that is under way has had so far, oldest first."""
-        run_id, phases = self._this_run
-        return list(phases) if run_id == self.host.run_id() else []
+        return self.history.report(self.host.run_id()) or RunReport()
 
     def _devices(self) -> list[str]:
         return list(dict.fromkeys(("auto", *self.host.devices(), "cpu")))

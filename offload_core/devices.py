@@ -92,6 +92,10 @@ def reserved_bytes(device: torch.device) -> int:
     return int(_module_call(device, "memory_reserved") or 0)
 
 
+def allocated_bytes(device: torch.device) -> int:
+    return int(_module_call(device, "memory_allocated") or 0)
+
+
 def peak_bytes(device: torch.device) -> int:
     return int(_module_call(device, "max_memory_allocated") or 0)
 

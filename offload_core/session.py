@@ -20,11 +20,20 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class Held:
+    """What a phase has reserved at one moment, in bytes: of the execution device `device`, and of RAM."""
+
+    device: str
+    device_bytes: int
+    host_bytes: int
+
+
+@dataclass(frozen=True)
 class Progress:
     """One step forward in a phase.
 
     phase: "encode", "denoise" or "decode". stage and unit: "load" in "bytes", "step" in "steps". done/total: in that
-    unit. preview: a small picture of the current latents, if the observer wants one.
+    unit. preview: a small picture of the current latents, if the observer wants one. held: the memory it has reserved.
     """
 
     phase: str
@@ -33,6 +42,7 @@ class Progress:
     total: int
     unit: str
     preview: Image | None = None
+    held: Held | None = None
 
 
 class Observer(Protocol):

@@ -314,6 +314,7 @@ class HostModules:
 
     def __init__(self) -> None:
         self.sent: list[Any] = []
+        self.routes: list[Any] = []
         self.interrupted = False
         self.args = types.SimpleNamespace(preview_method="auto", preview_size=256)
         self.context: Any = types.SimpleNamespace(node_id="12", prompt_id="first")
@@ -350,7 +351,10 @@ class HostModules:
             ),
             "server": types.SimpleNamespace(
                 PromptServer=types.SimpleNamespace(
-                    instance=types.SimpleNamespace(send_progress_text=lambda text, node: sent.append((node, text)))
+                    instance=types.SimpleNamespace(
+                        send_progress_text=lambda text, node: sent.append((node, text)),
+                        routes=types.SimpleNamespace(route=lambda *_: lambda handler: self.routes.append(handler)),
+                    )
                 )
             ),
         }
@@ -499,6 +503,7 @@ def test_the_door_gives_the_modules_that_are_already_there() -> None:
 def test_comfy_entrypoint_gives_all_nodes(io: Any, comfy: HostModules) -> None:
     with imported_as("/somewhere/custom_nodes/phase-offload", ROOT / "__init__.py") as pack:
         extension = asyncio.run(pack.comfy_entrypoint())
+    assert comfy.routes
     assert len(asyncio.run(extension.get_node_list())) == len(NODES)
 
 

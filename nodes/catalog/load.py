@@ -110,9 +110,10 @@ def load(
 
 
 def fingerprint(state: PackState, *, model: Any = None, **_unused: Any) -> str:
-    """Changes with the files of the model. A model that can't be used has its error as the fingerprint."""
+    """Changes with the files of the model, and with what is set for all graphs. A model that can't be used has its
+    error as the fingerprint."""
     try:
-        return state.fingerprint(str(model))
+        return f"{state.fingerprint(str(model))} {state.defaults.numbers()}"
     except OffloadError as error:
         return f"unusable: {error}"
 

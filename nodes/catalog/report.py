@@ -38,11 +38,10 @@ SCHEMA = NodeSchema(
 
 def phase_report(call: NodeCall, *, anything: Any) -> NodeResult:
     """PhaseOffloadReport: table, chart and JSON of the phases that this run of the graph has had so far."""
-    from offload_core.report import RunReport
     from offload_core.report_chart import report_picture
 
     del anything  # it only says when
-    report = RunReport(call.state.this_run())
+    report = call.state.this_run()
     table = report.table()
     if not report.phases:
         table = "No phase has run in this run of the graph: its results were all there from the one before."

@@ -37,8 +37,8 @@ class Previewer:
         return values
 
     def step(self, done: int, total: int) -> None:
-        observer = self.phase.session.observer
-        observer.progress(Progress(self.phase.name, "step", done, total, "steps", self.picture))
+        event = Progress(self.phase.name, "step", done, total, "steps", self.picture, self.phase.held())
+        self.phase.session.observer.progress(event)
 
     def _draw(self, pipeline: Any, step: int, latents: torch.Tensor) -> Any:
         from PIL import Image

@@ -22,7 +22,7 @@ from ..memory_host import Claim
 from ..model_source import ModelSource
 from ..plan import Plan, predicted_figures
 from ..report import PhaseReport
-from ..session import Progress, Session
+from ..session import Held, Progress, Session
 from ..settings import OffloadSettings
 from ..streaming import OffloadScope, StreamPlan
 from ._components import Component, Usage
@@ -106,7 +106,7 @@ class Phase:
         if arrived:
             self._arrived += arrived
             self._to_load = max(self._to_load, self._arrived)
-            self.session.observer.progress(Progress(self.name, "load", self._arrived, self._to_load, "bytes"))
+            self._say("load", self._arrived, self._to_load, "bytes")
 
     def planned(self, name: str) -> StreamPlan | None:
         components = self.plan.components if self.plan is not None else ()
@@ -137,8 +137,18 @@ class Phase:
         if self.on_step is not None:
             self.on_step(done, total)
         else:
-            self.session.observer.progress(Progress(self.name, "step", done, total, "steps"))
+            self._say("step", done, total, "steps")
         self.session.observer.check_interrupt()
+
+    def _say(self, stage: str, done: int, total: int, unit: str) -> None:
+        self.session.observer.progress(Progress(self.name, stage, done, total, unit, held=self.held()))
+
+    def held(self) -> Held | None:
+        """What the phase has reserved now; None before its first component is loaded."""
+        if self._scope is None:
+            return None
+        ledger = self._scope.ledger
+        return Held(str(self.device), ledger.used("device"), ledger.used("host"))
 
     def forwards(self) -> dict[str, int]:
         return {name: c.gate.forwards for name, c in self.components.items() if c.gate.forwards}
