@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -18,6 +19,8 @@ import pytest
 from PIL import Image
 
 if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
     from host.comfy_server import Checkout, Server
 
 REPOSITORY = Path(__file__).absolute().parents[2]
@@ -102,3 +105,61 @@ def run_on_the_command_line(checkout: Checkout, tmp_path: Path) -> Callable[[dic
 def demo_model() -> Path:
     """The folder of the model that comes with the pack."""
     return REPOSITORY / "offload_core" / "demo" / "model"
+
+
+# ComfyUI's page
+
+
+@pytest.fixture(scope="session")
+def chromium() -> Iterator[Browser]:
+    from host.comfy_page import CHROMIUM_FLAGS
+
+    playwright = pytest.importorskip("playwright.sync_api", reason="Playwright isn't installed")
+    program = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if program is None:
+        pytest.skip("Chromium isn't installed")
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=program, headless=True, args=CHROMIUM_FLAGS)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="session")
+def comfy_page(server: Server, chromium: Browser) -> Iterator[tuple[Page, list[str]]]:
+    """ComfyUI's page, ready, with nothing to reach but the server; and the errors of its scripts from then on."""
+    from host.comfy_page import LIMIT_MILLISECONDS, READY
+
+    faults: list[str] = []
+    page = chromium.new_page(viewport={"width": 1920, "height": 900})
+    page.set_default_timeout(LIMIT_MILLISECONDS)
+    own = (server.url, "data:", "blob:")
+    page.route("**/*", lambda route: route.continue_() if route.request.url.startswith(own) else route.abort())
+    page.goto(server.url, wait_until="domcontentloaded")
+    page.wait_for_function(READY)
+    page.on("pageerror", lambda error: faults.append(str(error)))
+    yield page, faults
+    page.close()
+
+
+@pytest.fixture
+def page(comfy_page: tuple[Page, list[str]]) -> Page:
+    return comfy_page[0]
+
+
+@pytest.fixture
+def faults(comfy_page: tuple[Page, list[str]]) -> list[str]:
+    """Errors of the page's scripts since this test began."""
+    comfy_page[1].clear()
+    return comfy_page[1]
+
+
+@pytest.fixture
+def workflow() -> dict[str, Any]:
+    """The example workflow in the UI format, made quick."""
+    from host.comfy_page import node_of_type
+
+    workflow = json.loads((REPOSITORY / "example_workflows" / "text_to_image.json").read_text())
+    denoise = node_of_type(workflow, "PhaseOffloadDenoise")
+    denoise["widgets_values"][0] = 5  # the seed
+    denoise["widgets_values"][1] = "fixed"
+    return workflow

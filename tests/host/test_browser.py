@@ -5,35 +5,30 @@ PHASE_OFFLOAD_SCREENSHOTS names a folder that gets the screenshots; without it t
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from host.comfy_page import (
+    alerts,
+    node_of_type,
+    open_workflow,
+    press_run,
+    screenshot,
+    set_setting,
+)
+
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page
+    from playwright.sync_api import Page
 
     from host.comfy_server import Checkout, Server
 
 pytestmark = [pytest.mark.host, pytest.mark.browser, pytest.mark.slow, pytest.mark.timeout(900)]
 
 REPOSITORY = Path(__file__).absolute().parents[2]
-CHROMIUM_FLAGS = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-sync", "--disable-dev-shm-usage"]
-CHROMIUM_FLAGS += ["--disable-quic", "--disable-background-networking", "--disable-component-update"]
-LIMIT_MILLISECONDS = 120_000
-RUN_BUTTON = "button[data-testid=queue-button], [data-testid=queue-button] button"
-
-READY = "() => window.app?.extensionManager && window.app.graph && document.querySelector('canvas')"
-LISTEN = """() => {
-  window.ends = [];
-  for (const type of ['execution_success', 'execution_error', 'execution_interrupted'])
-    app.api.addEventListener(type, () => window.ends.push(type));
-}"""
 SHOWN_PICTURES = """() => app.graph.nodes.filter(node => node.type == 'SaveImage')
   .flatMap(node => node.imgs ?? []).map(image => [image.naturalWidth, image.naturalHeight])"""
 VISIBLE_PICTURES = """() => [...document.querySelectorAll('[data-node-id] img')].map(image =>
@@ -41,71 +36,6 @@ VISIBLE_PICTURES = """() => [...document.querySelectorAll('[data-node-id] img')]
 ERROR_DETAILS = re.compile("View details|See Error", re.IGNORECASE)  # of the note about a failed run
 LOAD_WIDGETS = """() => app.graph.nodes.find(node => node.type == 'PhaseOffloadLoad')
   .widgets.map(widget => widget.value)"""
-FIT_VIEW = """() => {
-  const nodes = app.graph.nodes;
-  const left = Math.min(...nodes.map(node => node.pos[0])), top = Math.min(...nodes.map(node => node.pos[1]));
-  const right = Math.max(...nodes.map(node => node.pos[0] + node.size[0]));
-  const scale = Math.min(1, (window.innerWidth - 220) / (right - left));
-  app.canvas.ds.scale = scale;
-  app.canvas.ds.offset = [80 / scale - left, 220 / scale - top];
-  app.canvas.setDirty(true, true);
-}"""
-
-
-@pytest.fixture(scope="session")
-def chromium() -> Iterator[Browser]:
-    playwright = pytest.importorskip("playwright.sync_api", reason="Playwright isn't installed")
-    program = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    if program is None:
-        pytest.skip("Chromium isn't installed")
-    with playwright.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=program, headless=True, args=CHROMIUM_FLAGS)
-        yield browser
-        browser.close()
-
-
-@pytest.fixture(scope="session")
-def comfy_page(server: Server, chromium: Browser) -> Iterator[tuple[Page, list[str]]]:
-    """ComfyUI's page, ready, with nothing to reach but the server; and the errors of its scripts from then on."""
-    faults: list[str] = []
-    page = chromium.new_page(viewport={"width": 1920, "height": 900})
-    page.set_default_timeout(LIMIT_MILLISECONDS)
-    own = (server.url, "data:", "blob:")
-    page.route("**/*", lambda route: route.continue_() if route.request.url.startswith(own) else route.abort())
-    page.goto(server.url, wait_until="domcontentloaded")
-    page.wait_for_function(READY)
-    page.on("pageerror", lambda error: faults.append(str(error)))
-    yield page, faults
-    page.close()
-
-
-@pytest.fixture
-def page(comfy_page: tuple[Page, list[str]]) -> Page:
-    return comfy_page[0]
-
-
-@pytest.fixture
-def faults(comfy_page: tuple[Page, list[str]]) -> list[str]:
-    """Errors of the page's scripts since this test began."""
-    comfy_page[1].clear()
-    return comfy_page[1]
-
-
-@pytest.fixture
-def workflow() -> dict[str, Any]:
-    """The example workflow in the UI format, made quick."""
-    workflow = json.loads((REPOSITORY / "example_workflows" / "text_to_image.json").read_text())
-    denoise = node_of_type(workflow, "PhaseOffloadDenoise")
-    denoise["widgets_values"][0] = 5  # the seed
-    denoise["widgets_values"][1] = "fixed"
-    return workflow
-
-
-def node_of_type(workflow: dict[str, Any], type_: str) -> dict[str, Any]:
-    (node,) = (node for node in workflow["nodes"] if node["type"] == type_)
-    return node
-
-
 ONLY_PLAN = """steps => {
   for (const node of [...app.graph.nodes]) if (node.type != 'PhaseOffloadLoad') app.graph.remove(node);
   const [load] = app.graph.nodes;
@@ -123,31 +53,6 @@ PLAN_TABLE = """() => [...document.querySelectorAll('pre')].map(each => each.tex
 PLAN_SAVED = """() => app.graph.serialize().nodes.find(node => node.type == 'PhaseOffloadPlanPreview').widgets_values"""
 PLAN_PICTURES = """() => app.graph.nodes.filter(node => node.type == 'PhaseOffloadPlanPreview')
   .flatMap(node => node.imgs ?? []).map(image => [image.naturalWidth, image.naturalHeight])"""
-
-
-def open_workflow(page: Page, workflow: dict[str, Any]) -> None:
-    page.evaluate("async workflow => { await app.loadGraphData(workflow) }", workflow)
-    page.wait_for_function("count => app.graph.nodes.length == count", arg=len(workflow["nodes"]))
-    page.evaluate(FIT_VIEW)
-
-
-def alerts(page: Page) -> list[str]:
-    """The texts of the notes the page shows in a corner, such as one about a file that isn't a valid workflow."""
-    return page.locator(".p-toast-message").all_inner_texts()
-
-
-def press_run(page: Page) -> str:
-    """Presses the Run button, waits until the graph has ended, and says how."""
-    page.evaluate(LISTEN)
-    page.locator(RUN_BUTTON).first.click()
-    page.wait_for_function("() => window.ends.length")
-    return page.evaluate("window.ends")[0]
-
-
-def screenshot(page: Page, name: str, checkout: Checkout, tmp_path: Path) -> None:
-    folder = Path(os.environ.get("PHASE_OFFLOAD_SCREENSHOTS") or tmp_path)
-    folder.mkdir(parents=True, exist_ok=True)
-    page.screenshot(path=folder / f"{name}-{checkout.version}.png")
 
 
 def test_example_workflow_runs_in_the_page(
@@ -240,10 +145,6 @@ def test_unusable_budget_is_shown_to_the_person(
     page.keyboard.press("Escape")  # else the dialog covers the page in the tests that follow
     page.locator(".p-dialog-mask").first.wait_for(state="hidden")
     assert faults == []
-
-
-def set_setting(page: Page, name: str, value: Any) -> None:
-    page.evaluate("async ([name, value]) => { await app.extensionManager.setting.set(name, value) }", [name, value])
 
 
 @pytest.mark.parametrize("node_type", ["Load", "EncodePrompt", "Denoise", "PurgeCache", "VAEDecode"])
