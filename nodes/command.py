@@ -21,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("graph", type=Path, metavar="GRAPH.json", help="a graph exported with Workflow → Export (API)")
+    parser.add_argument("graph", type=Path, metavar="GRAPH.json", help="a graph exported with Workflow > Export (API)")
     parser.add_argument(
         "--output-dir", type=Path, required=True, metavar="DIR", help="where SaveImage writes; made if it isn't there"
     )

@@ -76,7 +76,7 @@ def prompt_of(data: Any) -> dict[str, Any]:
     """The graph in parsed JSON: an API-format graph, or what a client posts ({"prompt": graph})."""
     if isinstance(data, dict) and isinstance(data.get("nodes"), list):
         raise GraphError(
-            "This is a workflow in the editor's format: open it in ComfyUI and save it with Workflow → Export (API)."
+            "This is a workflow in the editor's format: open it in ComfyUI and save it with Workflow > Export (API)."
         )
     if isinstance(data, dict) and isinstance(data.get("prompt"), dict) and "class_type" not in data["prompt"]:
         data = data["prompt"]

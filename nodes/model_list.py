@@ -20,7 +20,7 @@ class ModelList:
     def __init__(self, roots: Callable[[], Sequence[Path]]) -> None:
         self._roots = roots
         self._models: dict[str, Path] = {}
-        self._seen: dict[Path, int] | None = None  # root → time of its last change, at the last walk
+        self._seen: dict[Path, int] | None = None  # root -> time of its last change, at the last walk
         self._walked_s = 0.0
 
     def names(self) -> list[str]:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def as_image(pixels: np.ndarray) -> torch.Tensor:
-    """float32 (B, H, W, C) or (B, F, H, W, C) → [B, H, W, C] or [B·F, H, W, C], over the same memory."""
+    """float32 (B, H, W, C) or (B, F, H, W, C) -> [B, H, W, C] or [B·F, H, W, C], over the same memory."""
     import numpy as np
     import torch
 

@@ -164,7 +164,7 @@ def _name_budget(panels: Sequence[Axes], highest: int, timeline: MemoryTimeline,
     if is_near:
         charts.label(axes, text, (1, timeline.budget_bytes), (-5, 4), va="bottom", **right)
     else:
-        charts.label(axes, f"{text} ↑", (1, top), (-5, -4), va="top", **right)
+        charts.label(axes, f"{text} \u2191", (1, top), (-5, -4), va="top", **right)
 
 
 def _mark_peak(axes: Axes, phase: PhaseMemory) -> None:

@@ -63,7 +63,7 @@ class Purged:
 
 @dataclass
 class Engine:
-    """calls: names and arguments in order. fails: phase → what it raises. Every phase polls three times."""
+    """calls: names and arguments in order. fails: phase -> what it raises. Every phase polls three times."""
 
     calls: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     fails: dict[str, BaseException] = field(default_factory=dict)

@@ -466,6 +466,8 @@ def test_example_workflows_agree_in_both_formats() -> None:
         twin = read_graph(file.parent / "api" / file.name)
         links = {link[0]: [str(link[1]), link[2]] for link in editor["links"]}
         for entry in editor["nodes"]:
+            if entry["type"] == "MarkdownNote":  # for people; it isn't part of what runs
+                continue
             schema = SCHEMAS[entry["type"]]
             values = list(entry["widgets_values"])
             expected = {}

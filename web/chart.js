@@ -4,15 +4,18 @@ import { bytes, say, seconds } from "./texts.js";
 
 const SVG = "http://www.w3.org/2000/svg";
 const [WIDTH, HEIGHT, TOP] = [320, 130, 14];
-// Columns of a sample are: seconds, bytes on the device, bytes reserved there by the phase, bytes of RAM.
+const RAM = 3;
+// Columns of a sample are: seconds, bytes on the device, bytes reserved there by the phase, bytes of RAM. Of the last only
+// what is above its lowest is drawn: libraries that lie there all the time would make everything else too small to see.
 const LINES = [
-  { column: 3, colour: "#4c8dd6", key: "chart_ram" },
+  { column: RAM, colour: "#4c8dd6", key: "chart_ram" },
   { column: 1, colour: "#57a65b", key: "chart_device" },
   { column: 2, colour: "#e08a3c", key: "chart_reserved" },
 ];
 
 export function memoryChart(run) {
-  const rows = run.samples ?? [];
+  const lowest = Math.min(...(run.samples ?? []).map((row) => row[RAM]));
+  const rows = (run.samples ?? []).map((row) => row.with(RAM, row[RAM] - lowest));
   const foretold = run.phases.map((phase) => phase.predicted.device_peak_bytes ?? 0);
   const end = Math.max(run.seconds, ...rows.map((row) => row[0]), 0.001);
   const most = Math.max(1, ...foretold, ...rows.flatMap((row) => row.slice(1)));

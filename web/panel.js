@@ -3,43 +3,44 @@
 import { memoryChart } from "./chart.js";
 import { bytes, say, seconds } from "./texts.js";
 
-const STYLE = `
-.po-panel { padding: 10px 12px; font-size: 12px; line-height: 1.45; overflow-y: auto; height: 100%;
-  box-sizing: border-box; color: var(--fg-color, #ddd); }
-.po-panel h3 { font-size: 13px; margin: 14px 0 4px; font-weight: 600; }
-.po-panel p, .po-panel figure { margin: 2px 0; }
-.po-row { display: flex; justify-content: space-between; gap: 8px; }
-.po-quiet { color: var(--descrip-text, #999); }
-.po-error { color: var(--error-text, #ff6b6b); overflow-wrap: anywhere; }
-.po-buttons { display: flex; gap: 6px; }
-.po-buttons button { flex: 1; padding: 5px 8px; border-radius: 4px; cursor: pointer; font: inherit;
-  border: 1px solid var(--border-color, #555); color: inherit; background: var(--comfy-input-bg, #222); }
-.po-bar { position: relative; height: 7px; margin: 2px 0 4px; border-radius: 3px; overflow: hidden;
-  background: var(--comfy-input-bg, #222); }
-.po-bar i { position: absolute; inset: 0 auto 0 0; background: #4c8dd6; }
-.po-bar.po-memory i { background: #e08a3c; }
-.po-bar b { position: absolute; top: 0; bottom: 0; width: 2px; background: currentColor; }
-.po-phase { margin: 6px 0 8px; }
-.po-panel summary { cursor: pointer; }
-.po-chart { width: 100%; height: auto; }
-.po-band { fill: currentColor; opacity: 0.05; } .po-odd { opacity: 0.1; }
-.po-label { font-size: 9px; fill: currentColor; }
-.po-foretold { stroke: currentColor; stroke-dasharray: 4 3; }
-.po-figure figcaption { font-size: 10px; } .po-figure figcaption span { margin-right: 6px; }
-`;
-
 // Fills `root` and returns the functions that bring its parts up to date.
 // actions: purge and copyReport, called without arguments.
 export function makePanel(root, actions) {
   const style = document.createElement("style");
-  style.textContent = STYLE;
-  const [machine, last, earlier] = [part("machine"), part("last"), part("earlier")];
+  style.textContent = `
+    .po-panel { padding: 10px 12px; font-size: 12px; line-height: 1.45; overflow-y: auto; height: 100%;
+      box-sizing: border-box; color: var(--fg-color, #ddd); }
+    .po-panel h3 { font-size: 13px; margin: 14px 0 4px; font-weight: 600; }
+    .po-panel p, .po-panel figure { margin: 2px 0; }
+    .po-row { display: flex; justify-content: space-between; gap: 8px; }
+    .po-quiet { color: var(--descrip-text, #999); }
+    .po-error { color: var(--error-text, #ff6b6b); overflow-wrap: anywhere; }
+    .po-buttons { display: flex; gap: 6px; }
+    .po-buttons button { flex: 1; padding: 5px 8px; border-radius: 4px; cursor: pointer; font: inherit;
+      border: 1px solid var(--border-color, #555); color: inherit; background: var(--comfy-input-bg, #222); }
+    .po-bar { position: relative; height: 7px; margin: 2px 0 4px; border-radius: 3px; overflow: hidden;
+      background: var(--comfy-input-bg, #222); }
+    .po-bar i { position: absolute; inset: 0 auto 0 0; background: #4c8dd6; }
+    .po-bar.po-memory i { background: #e08a3c; }
+    .po-bar b { position: absolute; top: 0; bottom: 0; width: 2px; background: currentColor; }
+    .po-report { user-select: text; overflow-x: auto; font-size: 10px; }
+    .po-phase { margin: 6px 0 8px; }
+    .po-panel summary { cursor: pointer; }
+    .po-chart { width: 100%; height: auto; }
+    .po-band { fill: currentColor; opacity: 0.05; } .po-odd { opacity: 0.1; }
+    .po-label { font-size: 9px; fill: currentColor; }
+    .po-foretold { stroke: currentColor; stroke-dasharray: 4 3; }
+    .po-figure figcaption { font-size: 10px; } .po-figure figcaption span { margin-right: 6px; }
+  `;
+  const [report, machine, last, earlier] = ["report", "machine", "last", "earlier"].map(part);
   const buttons = make("div", "po-buttons");
   buttons.append(button(say("purge"), actions.purge), button(say("copy_report"), actions.copyReport));
-  root.className = "po-panel";
-  root.replaceChildren(style, buttons, machine, last, earlier);
+  const panel = make("div", "po-panel");
+  panel.append(style, buttons, report, machine, last, earlier);
+  root.replaceChildren(panel);
 
   return {
+    showReport: (content) => report.replaceChildren(text("pre", content, "po-report")),
     showMachine: (state) => machine.replaceChildren(heading(say("machine")), ...machineRows(state)),
     showRuns: ([newest, ...others]) => {
       last.replaceChildren(...(newest ? runParts(newest) : [text("p", say("nothing_ran"), "po-quiet")]));
@@ -79,7 +80,8 @@ function phaseBlock(phase) {
     ? say("seconds_foretold", { seconds: seconds(phase.seconds), foretold: seconds(predicted.seconds) })
     : seconds(phase.seconds);
   block.append(row(say(phase.name), took), bar(going ? share(phase) : phase.outcome === "done" ? 1 : share(phase)));
-  block.append(text("p", going ? progressText(phase) : say(phase.outcome), "po-quiet"));
+  if (going) block.append(text("p", progressText(phase), "po-quiet"));
+  else if (phase.outcome !== "done") block.append(text("p", say(phase.outcome), "po-quiet"));
 
   const [held, foretold] = [measured.reserved_peak_bytes ?? phase.held?.device_bytes ?? 0, predicted.device_peak_bytes ?? 0];
   if (held || foretold) {

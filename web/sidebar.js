@@ -26,7 +26,7 @@ let unsent = {}; // settings that changed and the server doesn't know yet
 let sending = 0;
 
 app.registerExtension({
-  name: "PhaseOffload.Sidebar",
+  name: "phaseoffload.sidebar",
 
   settings: [
     setting("preset", "Preset", "Preset", "combo", "plain", "Numbers for a kind of machine. plain: the defaults.", {
@@ -135,22 +135,13 @@ async function purge() {
 async function copyReport() {
   const report = await get("/report");
   if (!report) return;
-  await copy(report.text);
-  toast("success", say("copy_report"), say("copied"));
-}
-
-// The clipboard is there for pages of this machine and over https only.
-async function copy(text) {
-  if (navigator.clipboard) {
-    await navigator.clipboard.writeText(text);
+  if (!navigator.clipboard) {
+    // It is there for pages of this machine and over https only.
+    panel?.showReport(report.text);
     return;
   }
-  const area = document.createElement("textarea");
-  area.value = text;
-  document.body.append(area);
-  area.select();
-  document.execCommand("copy");
-  area.remove();
+  await navigator.clipboard.writeText(report.text);
+  toast("success", say("copy_report"), say("copied"));
 }
 
 async function get(path) {

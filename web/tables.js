@@ -13,7 +13,7 @@ const STYLE =
   "color:var(--input-text, #ddd); background:var(--comfy-input-bg, #222); border-radius:4px;";
 
 app.registerExtension({
-  name: "PhaseOffload.Tables",
+  name: "phaseoffload.tables",
 
   beforeRegisterNodeDef(nodeType, nodeData) {
     if (!NODES.includes(nodeData.name)) return;

@@ -110,9 +110,9 @@ def build(seed: int) -> Parts:
 
 def make_t5_tokenizer() -> T5TokenizerFast:
     """One piece a word of the grammar (the articles with a capital too), single characters for the rest."""
-    words = [f"▁{word}" for word in (*_WORDS, "A", "An")]
+    words = [f"\u2581{word}" for word in (*_WORDS, "A", "An")]
     characters = list(string.ascii_uppercase + _CHARACTERS)
-    special = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -2.0)]
+    special = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("\u2581", -2.0)]
     vocabulary = special + [(w, -1.0) for w in words] + [(c, -10.0) for c in characters]
     return T5TokenizerFast(vocab=vocabulary, extra_ids=0, model_max_length=TEXT_TOKENS)
 

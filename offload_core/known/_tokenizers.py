@@ -4,13 +4,21 @@ from transformers import ByT5Tokenizer, CLIPTokenizer, GemmaTokenizer, LlamaToke
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 CLIP_LENGTH = 77
+SPACE = "\u0120"  # how byte-level tokenizers write a space
+SENTENCE_SPACE = "\u2581"  # how sentencepiece does
 
 # The two fixed texts Qwen-Image wraps around a prompt begin with 34 tokens of the real tokenizer, which the pipeline
 # cuts off by number. The words below become one token each, so that the same cut removes the same text here.
-QWEN_TEMPLATE_WORDS = (
-    "system user assistant Describe Ġthe Ġimage Ġby Ġdetailing Ġcolor Ġshape Ġsize Ġtexture Ġquantity Ġtext Ġspatial "
-    "Ġrelationships Ġof Ġobjects Ġand Ġbackground"
-).split()
+QWEN_TEMPLATE_WORDS = [
+    *"system user assistant Describe".split(),
+    *(
+        SPACE + word
+        for word in (
+            "the image by detailing color shape size texture quantity text spatial relationships of objects and "
+            "background"
+        ).split()
+    ),
+]
 
 QWEN_SPECIAL_TOKENS = (
     "<|im_start|>",
@@ -25,7 +33,7 @@ QWEN_SPECIAL_TOKENS = (
 
 # HunyuanVideo cuts off 95 tokens; with one token a word the fixed text is about as long as with the real tokenizer.
 HUNYUAN_TEMPLATE_WORDS = tuple(
-    "▁" + word
+    SENTENCE_SPACE + word
     for word in (
         "the video by detailing following aspects main content and theme of color shape size texture quantity text "
         "spatial relationships objects events behaviors temporal physical movement changes background environment "
@@ -34,7 +42,7 @@ HUNYUAN_TEMPLATE_WORDS = tuple(
 )
 
 LLAMA_SPECIAL_TOKENS = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
-LETTERS = ("▁", *(chr(code) for code in range(33, 127)))
+LETTERS = (SENTENCE_SPACE, *(chr(code) for code in range(33, 127)))
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"

@@ -65,7 +65,7 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _patchify(x: torch.Tensor) -> torch.Tensor:
-    """(B, C, H, W) → (B, 4C, H/2, W/2), channels ordered (c, row, column) as FLUX.2 does."""
+    """(B, C, H, W) -> (B, 4C, H/2, W/2), channels ordered (c, row, column) as FLUX.2 does."""
     b, c, h, w = x.shape
     return x.view(b, c, h // 2, 2, w // 2, 2).permute(0, 1, 3, 5, 2, 4).reshape(b, c * 4, h // 2, w // 2)
 

@@ -63,7 +63,7 @@ class Previewer:
         return height / width if height and width else 1.0
 
     def _colours(self, pipeline: Any, grid: torch.Tensor) -> torch.Tensor:
-        """(C, h, w) → (h, w, 3) in 0..1, by the model's own factors or the three main components of the latents.
+        """(C, h, w) -> (h, w, 3) in 0..1, by the model's own factors or the three main components of the latents.
 
         Factors turn unscaled latents into RGB from -1 to 1, as those of ComfyUI's latent formats do.
         """

@@ -93,9 +93,8 @@ def test_interrupted_and_failed_prompts_are_told_apart(
 
 
 def close_notes(page: Page) -> None:
-    page.evaluate("() => app.extensionManager.toast.removeAll?.()")
-    for button in page.locator(".p-toast-close-button").all():
-        button.click()
+    page.evaluate("() => app.extensionManager.toast.removeAll()")
+    page.wait_for_function("() => !document.querySelector('.p-toast-message')")
 
 
 def test_settings_of_the_page_reach_the_server(page: Page, server: Server, faults: list[str]) -> None:
