@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import Linear
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .errors import OffloadError
@@ -140,7 +141,7 @@ def _streaming_s(folder: Path | None) -> tuple[float, float]:
 
     count, width = 60, 32
     nbytes = count * width * width * 4
-    stack = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(count))).requires_grad_(False)
+    stack = nn.Sequential(*(Linear(width, width, bias=False) for _ in range(count))).requires_grad_(False)
     x = torch.ones(2, width)
     place = folder if folder is not None and folder.is_dir() else None
     with tempfile.TemporaryDirectory(dir=place, ignore_cleanup_errors=True) as made, torch.inference_mode(False):

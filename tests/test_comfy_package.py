@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import re
 import subprocess
 import tomllib
 from pathlib import Path
@@ -70,6 +71,19 @@ def test_icon_and_banner_have_the_registrys_sizes() -> None:
         assert icon.size[0] == icon.size[1] <= 400
     with Image.open(ROOT / "docs" / "images" / "banner.png") as banner:
         assert banner.size[0] * 9 == banner.size[1] * 21
+
+
+def test_no_file_of_the_pack_holds_what_comfy_test_forbids() -> None:
+    """A pack's modules would take ComfyUI's layers; the engine has no ComfyUI and builds none but for measuring."""
+    words = r"\.cuda\s*\(", r"\.to\s*\(\s*[\"']cuda", r"torch\.autocast\s*\(", r"torch\.load\s*\("
+    layers = r"(?<![\w.])(torch\.)?nn\.(Linear|Conv|LayerNorm|GroupNorm|Embedding)\w*\s*\("
+    forbidden = re.compile("|".join((*words, layers)))
+    faults = []
+    for name in packed_files():
+        lines = (ROOT / name).read_text("utf-8").splitlines() if name.endswith(".py") else []
+        code = [line for line in lines if not line.lstrip().startswith("#")]
+        faults += [f"{name}: {line.strip()}" for line in code if forbidden.search(line)]
+    assert faults == []
 
 
 def test_python_files_can_be_read_on_every_windows() -> None:

@@ -13,7 +13,7 @@ from ..errors import ManagedModuleError
 
 
 class ApplyGuard:
-    """Stands in for a managed module's `_apply`, through which `.to()`, `.half()`, `.cuda()`, `.share_memory()` go.
+    """Stands in for a managed module's `_apply`, through which `.to`, `.half`, `.cuda` and `.share_memory` go.
 
     A change of dtype is carried out without loading anything; a move is refused. It is told apart by what the function
     does to empty probes of two dtypes and to one of a picture's shape. module: what the calls give back. owner: who
