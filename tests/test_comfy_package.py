@@ -52,7 +52,7 @@ def test_metadata_is_what_the_registry_asks_for() -> None:
 def test_the_pack_holds_what_it_needs_and_no_tests_or_docs() -> None:
     packed = set(packed_files())
     needed = {"__init__.py", "pyproject.toml", "requirements.txt", "LICENSE", "README.md"}
-    for folder in ("nodes", "offload_core", "web", "locales", "example_workflows"):
+    for folder in ("nodes", "offload_core", "web", "locales", "example_workflows", "subgraphs"):
         needed |= {name for name in tracked_files() if name.startswith(f"{folder}/")}
     assert needed <= packed
     assert packed - needed <= {".comfyignore", ".gitignore", "CHANGELOG.md"}

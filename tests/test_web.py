@@ -101,6 +101,12 @@ def test_scripts_keep_to_their_place(name: str) -> None:
     assert all(path.startswith(("../../scripts/ap", "./")) for path in imports)
 
 
+def test_styles_of_the_panel_touch_nothing_else() -> None:
+    (css,) = re.findall(r"textContent = `(.*?)`;", SCRIPTS["panel.js"], re.DOTALL)
+    selectors = [part.strip() for rule in re.findall(r"([^{}]+)\{", css) for part in rule.split(",")]
+    assert selectors and all(selector.startswith(".po-") for selector in selectors)
+
+
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_scripts_are_javascript(name: str) -> None:
     node = shutil.which("node")

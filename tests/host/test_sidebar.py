@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.host, pytest.mark.browser, pytest.mark.slow, pytest.mark.timeout(900)]
 
 EXAMPLES = Path(__file__).absolute().parents[2] / "example_workflows"
+BLUEPRINTS = EXAMPLES.parent / "subgraphs"
 TOGGLE = "() => app.extensionManager.command.execute('Workspace.ToggleSidebarTab.phaseOffload')"
 PHASES = """() => [...document.querySelectorAll('[data-part=last] .po-phase .po-row span:first-child')]
   .map(each => each.textContent)"""
@@ -170,6 +171,33 @@ def test_every_template_opens_and_runs(
     open_workflow(page, workflow)
     assert press_run(page) == "execution_success"
     screenshot(page, f"template-{name}-{'new-nodes' if new_nodes else 'canvas'}", checkout, tmp_path)
+    assert alerts(page) == []
+    assert faults == []
+
+
+WITH_ENDS = """() => {
+  const [phases] = app.graph.nodes;
+  const load = LiteGraph.createNode('PhaseOffloadLoad'), save = LiteGraph.createNode('SaveImage');
+  for (const [node, x] of [[load, -450], [save, 500]]) { node.pos = [x, 0]; app.graph.add(node); }
+  load.connect(0, phases, 0);
+  phases.connect(0, save, 0);
+  const set = (name, value) => { phases.widgets.find(widget => widget.name == name).value = value };
+  set('prompt', 'a small green square on a white background');
+  set('steps', 4);
+}"""
+
+
+def test_blueprint_is_offered_opens_and_runs(
+    page: Page, server: Server, faults: list[str], checkout: Checkout, tmp_path: Path
+) -> None:
+    if checkout.version_numbers < (0, 3, 76):
+        pytest.skip(f"ComfyUI {checkout.version} has no blueprints of packs")
+    (file,) = BLUEPRINTS.glob("*.json")
+    assert file.stem in [entry["name"] for entry in server.get("/global_subgraphs").values()]
+    open_workflow(page, json.loads(file.read_text()))
+    page.evaluate(WITH_ENDS)
+    assert press_run(page) == "execution_success"
+    screenshot(page, "blueprint", checkout, tmp_path)
     assert alerts(page) == []
     assert faults == []
 
