@@ -362,6 +362,11 @@ def test_every_phase_says_its_plan_before_it_loads_and_follows_it(
     assert [phase.reserved_peak_bytes for phase in phases] == [
         pytest.approx(phase.predicted["device_peak_bytes"], rel=0.03) for phase in phases
     ]
+    (remembered,) = runner.state.history.to_list()
+    assert [phase["predicted"] for phase in remembered["phases"]] == [phase.predicted for phase in phases]
+    assert [phase["outcome"] for phase in remembered["phases"]] == ["done"] * 3
+    most = max(reserved for _, _, reserved, _ in remembered["samples"])
+    assert 0 < most <= max(phase.reserved_peak_bytes for phase in phases)
     assert "unet" in traced
     traced.clear()
     runner.run(graph_of("sd15", seed=8))
