@@ -112,11 +112,11 @@ class RunHistory:
         self._runs: list[Run] = []
 
     def foretold(self, run_id: str, node: str | None, name: str, figures: Mapping[str, float]) -> Json:
-        """A phase is about to begin, and this is its plan. Returns the run, without its samples."""
+        """A phase is about to begin, and this is its plan. Returns the run, with the new sample as its only one."""
         with self._lock:
             run, phase = self._open(run_id, node, name)
             phase.predicted = dict(figures)
-            return run.to_dict(samples=False)
+            return self._with_sample(run, None)
 
     def progressed(self, run_id: str, node: str | None, event: Progress) -> Json | None:
         """A phase went on. Returns the run, with the new sample as its only one, or None if it isn't time for one."""
@@ -130,10 +130,7 @@ class RunHistory:
                 phase.steps = (event.done, event.total)
             if not run.samples.due(seconds):
                 return None
-            held = phase.held or Held("cpu", 0, 0)
-            device, host = self._memory(held.device)
-            run.samples.add(seconds, device, held.device_bytes, host)
-            return run.to_dict(samples=False) | {"samples": [list(run.samples.rows[-1])]}
+            return self._with_sample(run, phase.held)
 
     def retried(self, run_id: str, node: str | None) -> Json | None:
         """Memory ran out in the phase that is running, and it goes on with less. Returns the run."""
@@ -153,8 +150,8 @@ class RunHistory:
         outcome: Outcome = "done",
         error: str = "",
     ) -> Json | None:
-        """A node is done. reports: of its phases, in order; the last one has the outcome. Returns the run, None if
-        the node had no phase."""
+        """A node is done. reports: of its phases, in order; the last one has the outcome. Returns the run, with the
+        new sample as its only one; None if the node had no phase."""
         with self._lock:
             for report in reports:
                 _, phase = self._open(run_id, node, report.name)
@@ -167,7 +164,7 @@ class RunHistory:
                 return None
             last = _running(found, node) or ours[-1]
             last.outcome, last.error, last.held = outcome, error, None
-            return found.to_dict(samples=False)
+            return self._with_sample(found, Held(last.report.device, 0, 0) if last.report else None)
 
     def running(self) -> Json | None:
         """The run that is going on, with all its samples."""
@@ -185,6 +182,13 @@ class RunHistory:
         with self._lock:
             run = self._find(run_id) if run_id is not None else next(reversed(self._runs), None)
             return RunReport([phase.report for phase in run.phases if phase.report]) if run else None
+
+    def _with_sample(self, run: Run, held: Held | None) -> Json:
+        """The run with a new sample, which is the only one in the answer. held: None if nothing is reserved."""
+        held = held or Held("cpu", 0, 0)
+        device, host = self._memory(held.device)
+        run.samples.add(self._clock() - run.start, device, held.device_bytes, host)
+        return run.to_dict(samples=False) | {"samples": [list(run.samples.rows[-1])]}
 
     def _find(self, run_id: str) -> Run | None:
         return next((run for run in reversed(self._runs) if run.id == run_id), None)

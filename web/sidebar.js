@@ -160,5 +160,5 @@ async function post(path, body, title) {
 }
 
 function toast(severity, summary, detail) {
-  app.extensionManager.toast.add({ severity, summary, detail, life: severity === "error" ? undefined : 6000 });
+  app.extensionManager.toast.add({ severity, summary, detail, life: severity === "error" ? 12000 : 6000 });
 }
