@@ -249,6 +249,21 @@ def test_a_dit_larger_than_the_device_runs_in_what_there_is() -> None:
     assert torch.equal(pipeline(), expected)
 
 
+def test_a_turn_keeps_no_more_resident_than_the_settings_allow() -> None:
+    pipeline, expected = Pipeline(), Pipeline()()
+    settings = OffloadSettings(
+        device_memory="1MiB", resident_memory="20KiB", host_memory="1GiB", activation_memory=0, resident_below=0
+    )
+    backend = enabled(pipeline, settings=settings)
+    assert torch.equal(pipeline(), expected)
+    for module in pipeline.modules().values():
+        member = member_of(module)
+        assert member is not None
+        plan = member.component._managed.plan  # type: ignore[attr-defined]
+        assert plan.resident_bytes <= 20 << 10
+    backend.disable()
+
+
 def test_components_that_are_no_rivals_rest_as_well_where_both_do_not_fit() -> None:
     torch.manual_seed(0)
     parts = {"transformer": Denoiser(), "text_encoder": Encoder(), "mixer": nn.Linear(150, 150)}

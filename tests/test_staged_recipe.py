@@ -27,6 +27,7 @@ from offload_core import (
 from offload_core.demo import MODEL
 from offload_core.errors import ColdWeightError, InputError
 from offload_core.streaming import is_streamed
+from offload_core.tiny_models import VARIANTS
 from offload_core.tiny_models.running import align
 from staging import FAMILIES, one_shot, tiny_model
 
@@ -110,10 +111,16 @@ def text_encoders(folder: Path) -> list[str]:
 
 
 def staged(
-    folder: Path, recipe: Recipe, call: dict[str, Any], dtype: torch.dtype = torch.float32
-) -> tuple[torch.Tensor, int]:
-    """The three passes. Returns the picture and the bytes that the denoisers read from their files."""
-    cls = getattr(diffusers, diffusers.DiffusionPipeline.load_config(folder)["_class_name"])
+    folder: Path,
+    recipe: Recipe,
+    call: dict[str, Any],
+    dtype: torch.dtype = torch.float32,
+    cls: Any = None,
+    **way: Any,
+) -> tuple[torch.Tensor, int, list[Any]]:
+    """The three passes, the denoisers sent their `way`. Returns the picture, the bytes that the denoisers read from
+    their files, and the visits of what the pipeline was built without."""
+    cls = cls or diffusers.DiffusionPipeline
     encoders, nothing = text_encoders(folder), dict.fromkeys(recipe.denoisers)
     settings = DynamicOffloadSettings.from_env(
         execution_device="cpu", offload_device="cpu", default_preset="auto", environ=ENVIRON
@@ -143,12 +150,17 @@ def staged(
     without = dict.fromkeys([*encoders, *(name.replace("text_encoder", "tokenizer") for name in encoders)])
     pipe = cls.from_pretrained(folder, dtype=dtype, **without, vae=None, **denoisers)
     pipe.set_progress_bar_config(disable=True)
-    results = [enable_offload(getattr(pipe, name), settings=settings, component=name) for name in recipe.denoisers]
+    for denoiser in denoisers.values() if way else ():
+        align(denoiser)  # not the engine's to do
+    results = [
+        enable_offload(getattr(pipe, name), settings=settings, component=name, **way) for name in recipe.denoisers
+    ]
     maybe_purge_windows_standby_cache(settings, "before_transformer")
     rest = {key: value for key, value in call.items() if key not in ("prompt", "negative_prompt")}
     generator = torch.Generator("cpu").manual_seed(SEED)
     latents = pipe(**rest, **embeds, output_type="latent", generator=generator)[0]
-    read = sum(result.report().read_bytes for result in results)
+    read = sum(report.read_bytes for result in results if (report := result.report()) is not None)
+    visits = [visit for result in results for visit in result.visits]
     del results, denoisers, pipe
     gc.collect()
 
@@ -158,8 +170,8 @@ def staged(
     with enable_offload(vae, settings=settings, component="vae"), torch.no_grad():
         decoded = vae.decode(recipe.unscale(pipe, vae, latents, call), return_dict=False)[0]
     if recipe.video:
-        return pipe.video_processor.postprocess_video(decoded, output_type="pt").float(), read
-    return pipe.image_processor.postprocess(decoded, output_type="pt").float(), read
+        return pipe.video_processor.postprocess_video(decoded, output_type="pt").float(), read, visits
+    return pipe.image_processor.postprocess(decoded, output_type="pt").float(), read, visits
 
 
 @pytest.mark.parametrize(
@@ -169,16 +181,49 @@ def test_the_staged_recipe_equals_the_whole_pipeline(name: str):
     folder, recipe = tiny_model(name), RECIPES[name]
     call = dict(FAMILIES[name].call if name == "flux" else FAMILIES[name].guided_call)
     twin, _ = one_shot(folder, dtype=torch.float32, seed=SEED, **call)
-    picture, read = staged(folder, recipe, call)
-    assert torch.equal(picture, twin)
+    picture, read, visits = staged(folder, recipe, call)
+    assert torch.equal(picture, twin) and not visits
     assert read > 0  # `device_map="cpu"` leaves the weights in their files
 
 
 def test_the_staged_recipe_equals_the_whole_demo_model():
     call = {"prompt": "a red circle", "height": 64, "width": 64, "num_inference_steps": 2, "max_sequence_length": 48}
     twin, _ = one_shot(MODEL, dtype=torch.bfloat16, seed=SEED, **call)
-    picture, read = staged(MODEL, FLUX, call, torch.bfloat16)
+    picture, read, _ = staged(MODEL, FLUX, call, torch.bfloat16)
     assert torch.equal(picture, twin) and read > 0
+
+
+# Recipes of calls that start from a picture, which the VAE encodes in the denoise pass, and the denoisers' way there.
+PICTURE_RECIPES: dict[str, Recipe] = {
+    "sdxl_img2img": SDXL,
+    "flux_img2img": FLUX,
+    "flux_kontext": FLUX,
+    "wan22_5b_i2v": WAN,
+    "wan22_i2v_a14b": WAN_TWO,
+}
+GROUP: dict[str, Any] = {"route": "diffusers_group_offload"}
+
+
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        pytest.param("sdxl_img2img", {}, id="sdxl_img2img"),
+        *(pytest.param(name, {}, id=name, marks=pytest.mark.slow) for name in list(PICTURE_RECIPES)[1:]),
+        *(pytest.param(name, GROUP, id=f"{name}-group", marks=pytest.mark.slow) for name in PICTURE_RECIPES),
+    ],
+)
+def test_a_staged_pipeline_that_starts_from_a_picture_brings_its_vae_by_itself(name: str, way: dict[str, Any]):
+    """Its denoise pass is built with `vae=None`, as any other. The page of the original asks its reader to know."""
+    if name in VARIANTS:
+        variant = VARIANTS[name]
+        folder, cls, call = tiny_model(variant.family), variant.pipeline_class, {"negative_prompt": "blurry"}
+        call |= variant.call
+    else:
+        folder, cls, call = tiny_model(name), diffusers.DiffusionPipeline, dict(FAMILIES[name].guided_call)
+    twin, _ = one_shot(folder, dtype=torch.float32, seed=SEED, cls=cls, **call)
+    picture, _, visits = staged(folder, PICTURE_RECIPES[name], call, cls=cls, **way)
+    assert torch.equal(picture, twin)
+    assert {(visit.component, visit.method) for visit in visits} == {("vae", "encode")}
 
 
 @pytest.mark.parametrize(
@@ -225,16 +270,12 @@ def test_a_pipeline_without_its_vae_learns_the_latent_grid_when_its_denoiser_is_
         assert pipe.scheduler is scheduler and pipe.transformer is transformer
         assert pipe.config.expand_timesteps is True and pipe.text_encoder is None
         with pytest.raises(ColdWeightError, match="vae"):
-            pipe.vae.decode(torch.zeros(1, pipe.vae.config.z_dim, 1, 2, 2))
+            pipe.vae.decoder.conv_in.weight + 1
     assert not transformer._forward_pre_hooks
 
 
-# Those that encode a picture with the VAE while they denoise need the real one.
-FAMILIES_WITHOUT_VAE = [name for name in FAMILIES if "i2v" not in name]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FAMILIES_WITHOUT_VAE)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_makes_the_whole_pipelines_latents_without_its_vae(name: str):
     def latents(pipe: Any) -> torch.Tensor:
         pipe.set_progress_bar_config(disable=True)

@@ -19,8 +19,9 @@ from ..presets import ENGINE, GROUP
 from ..settings import OffloadSettings
 from ..streaming import OffloadScope, offload_of
 from ..streaming import enable_offload as attach
-from ._geometry import give_geometry, watch_geometry
+from ._geometry import give_missing, watch_missing
 from ._group import apply_group, group_device, remove_group_offload
+from ._guests import PipelineHost, is_guest
 from ._metrics import DynamicOffloadState, setup_of, state_of
 from ._results import DiffusersGroupOffloadResult, DynamicOffloadApplyResult, DynamicOffloadHook
 from ._routes import Route, with_group, with_route, with_switches
@@ -72,8 +73,9 @@ def enable_offload(
     apply_hook: False decides only, and leaves the module as it is. record_event: called with a name, seconds and
     figures once the module is attached.
 
-    A module that is under offload already is attached anew. A pipeline that holds it and was built without its VAE gets
-    a stand-in with the VAE's config, so that it knows its latent grid.
+    A module that is under offload already is attached anew. A pipeline that holds it and was built without its VAE or
+    image encoder gets a stand-in, so that it knows its latent grid; where the pipeline calls that, its weights come
+    from the model's folder, in the same budget, and leave it after the call (`visits` of the result).
 
     Raises BudgetError (with the smallest budget that works), ManagedModuleError, DeviceError, InputError, ModelError,
     ValueError for a route, TypeError for an unknown option. The module is unchanged then.
@@ -121,18 +123,24 @@ def _go(
     device = resolve_device(view.offload.execution_device)
     if not apply_hook:
         return DynamicOffloadApplyResult(module, way.name, view, should_move_to_execution_device=way.name != GROUP)
+    if is_guest(module):
+        log.info("Nothing of %s was attached: its weights come from the model's folder when it is called.", component)
+        return DynamicOffloadApplyResult(module, way.name, view)
     if way.name == ENGINE:
         _let_go(module)
         offload = attach(module, settings=view.offload, component=component, files=files, scope=scope)
+        host = PipelineHost(view.offload, device, offload._managed.scope)
         try:
-            give_geometry(module, device)
-            watch_geometry(module)
+            give_missing(module, host)
+            watch_missing(module, host)
         except BaseException:
             offload.release()
             raise
-        return DynamicOffloadApplyResult(module, way.name, view, offload, event_payload=setup_of(offload))
+        return DynamicOffloadApplyResult(module, way.name, view, offload, event_payload=setup_of(offload), host=host)
+    _let_go(module)
+    host = PipelineHost(view.offload, device)
+    payload: dict[str, Any] = {}
     if way.name == GROUP:
-        _let_go(module)
         no_streams = view.running_on_wsl and view.disable_pin_on_wsl
         payload = apply_group(
             module,
@@ -144,10 +152,10 @@ def _go(
             low_cpu_mem_usage=low_cpu_mem_usage if way.low_cpu_mem_usage is None else way.low_cpu_mem_usage,
             num_blocks_per_group=way.num_blocks_per_group,
         )
-        return DynamicOffloadApplyResult(module, way.name, view, event_payload=payload)
-    _let_go(module)
-    module.to(device)
-    return DynamicOffloadApplyResult(module, way.name, view)
+    else:
+        module.to(device)
+    give_missing(module, host)
+    return DynamicOffloadApplyResult(module, way.name, view, event_payload=payload, host=host)
 
 
 def _let_go(module: nn.Module) -> None:
@@ -295,7 +303,8 @@ def enable_diffusers_group_offload(
     """
     device = group_device(onload_device)
     payload: dict[str, Any] = {}
-    if apply_hook:
+    host = PipelineHost(OffloadSettings(execution_device=str(device)), device)
+    if apply_hook and not is_guest(module):
         _let_go(module)
         payload = apply_group(
             module,
@@ -307,9 +316,10 @@ def enable_diffusers_group_offload(
             low_cpu_mem_usage=low_cpu_mem_usage,
             num_blocks_per_group=num_blocks_per_group,
         )
+        give_missing(module, host)
         if record_event is not None:
             record_event(event_name, payload["seconds"], **payload)
-    return DiffusersGroupOffloadResult(module, payload)
+    return DiffusersGroupOffloadResult(module, payload, host.visits)
 
 
 def apply_dynamic_offload(module: nn.Module, config: DynamicOffloadConfig | None = None) -> DynamicOffloadHook:

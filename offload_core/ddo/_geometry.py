@@ -1,8 +1,9 @@
-"""The latent grid of a pipeline that was built without its VAE.
+"""What a pipeline misses that was built without its VAE or image encoder.
 
-Such a pipeline guesses: most constructors take a scale factor of 8 where there is no VAE to ask, and the latents have
-another shape, or are scaled otherwise, than the model's. Nothing says so. The VAE's config is enough to know it, so the
-pipeline gets a stand-in that has the config and no weights. The same goes for the blocks of Modular Diffusers.
+It guesses the latent grid: most constructors take a scale factor of 8 where there is no VAE to ask, and the latents
+have another shape, or are scaled otherwise, than the model's. Nothing says so. And it can't encode a picture to start
+from. So it gets a stand-in with the class and the config, whose weights come when it is called (`_guests`). Blocks of
+Modular Diffusers list what they run; those that don't list the VAE get a stand-in without weights.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -26,6 +27,10 @@ from ..devices import resolve_device, resolve_dtype
 from ..errors import InputError, OffloadError
 from ..model_source import MODULAR_INDEX, ComponentSource, resolve_components
 from ..streaming import offload_of
+from ._guests import PipelineHost
+
+if TYPE_CHECKING:
+    from ..phases import Guest
 
 log = logging.getLogger(__name__)
 
@@ -39,52 +44,75 @@ def config_only(
 ) -> nn.Module:
     """A component of a model folder without its weights: class, config, statistics, dtype and device.
 
-    For a pipeline that needs to know about a component and doesn't run it: `Pipeline.from_pretrained(folder,
-    vae=config_only(folder, "vae"), ...)`. Running it raises ColdWeightError. Raises ModelError for the folder,
-    InputError for a component that it doesn't have.
+    For a pipeline that needs to know about a component while it is built: `Pipeline.from_pretrained(folder,
+    vae=config_only(folder, "vae"), ...)`. Once another component of that pipeline is attached (`enable_offload`), its
+    weights come from the folder for each call of it; before that, a call raises ColdWeightError. Raises ModelError for
+    the folder, InputError for a component that it doesn't have.
     """
     parts = resolve_components(model)
     if component not in parts or not parts[component].has_weights:
         raise InputError(f"The model {Path(model).name} has no component {component!r} with weights.")
-    return _stand_in(parts[component], resolve_device(device), resolve_dtype(dtype))
+    return _guest(parts[component], resolve_device(device), resolve_dtype(dtype)).module
 
 
-def _stand_in(part: ComponentSource, device: torch.device, dtype: torch.dtype | None) -> nn.Module:
-    from ..phases import stand_in
+def _guest(part: ComponentSource, device: torch.device, dtype: torch.dtype | None) -> Guest:
+    from ..phases import Guest
 
-    return stand_in(part, dtype or getattr(torch, part.dtype or "float32"), device)
+    return Guest(part, dtype or getattr(torch, part.dtype or "float32"), device)
 
 
-def give_geometry(module: nn.Module, device: torch.device) -> list[str]:
-    """Gives stand-ins of missing VAEs to every pipeline that holds `module`. Returns what their guesses became, as
-    text; nothing where they guessed right."""
+def give_missing(module: nn.Module, host: PipelineHost) -> list[str]:
+    """Gives stand-ins of missing VAEs and image encoders to every pipeline that holds `module`, and those that have no
+    host yet `host`. Returns what the guesses of pipelines became, as text; nothing where they guessed right."""
     found: list[str] = []
     if not hasattr(module, "config"):  # every component of a pipeline has one
         return found
+    device = host.device
     dtype = next((weight.dtype for weight in module.parameters() if weight.is_floating_point()), None)
     for pipeline in _pipelines_of(module):
         if _is_modular(pipeline):
             found += _give_block(pipeline, module, device, dtype)
             continue
-        missing = [name for name in _parameters(pipeline) if "vae" in name and _is_missing(pipeline, name)]
-        if not missing:
-            continue
-        parts = _parts_of(pipeline, module)
-        known = [name for name in missing if name in parts]
-        if not known:
-            log.warning(
-                "%s was built without %s and its model folder isn't known here: it guesses the size of latents. Build "
-                "it with %s=config_only(folder).",
-                type(pipeline).__name__,
-                missing[0],
-                missing[0],
-            )
-            continue
-        try:
-            found += _rebuild(pipeline, {name: _stand_in(parts[name], device, dtype) for name in known})
-        except Exception as error:  # of a constructor that isn't ours; offload itself doesn't depend on it
-            log.warning("%s keeps its guess of the size of latents: %s", type(pipeline).__name__, str(error))
+        found += _give_guests(pipeline, module, device, dtype)
+        _introduce(pipeline, host)
     return found
+
+
+def _give_guests(pipeline: Any, module: nn.Module, device: torch.device, dtype: torch.dtype | None) -> list[str]:
+    missing = [name for name in _parameters(pipeline) if _may_be_guest(name) and _is_missing(pipeline, name)]
+    parts = _parts_of(pipeline, module) if missing else {}
+    known = [name for name in missing if name in parts and parts[name].has_weights]
+    vae = next((name for name in missing if "vae" in name), None)
+    if vae is not None and not any("vae" in name for name in known):
+        log.warning(
+            "%s was built without %s and its model folder isn't known here: it guesses the size of latents, and can't "
+            "encode a picture. Build it with %s=config_only(folder), or with the component itself.",
+            type(pipeline).__name__,
+            vae,
+            vae,
+        )
+    if not known:
+        return []
+    try:
+        return _rebuild(pipeline, {name: _guest(parts[name], device, dtype).module for name in known})
+    except Exception as error:  # of a constructor that isn't ours; offload itself doesn't depend on it
+        log.warning("%s keeps its guess of the size of latents: %s", type(pipeline).__name__, str(error))
+        return []
+
+
+def _may_be_guest(name: str) -> bool:
+    """Components that pipelines run in the middle of their call. Without a text encoder they take embeddings."""
+    return "vae" in name or name == "image_encoder"
+
+
+def _introduce(pipeline: Any, host: PipelineHost) -> None:
+    """Gives guests of a pipeline a host, unless they have one: modules that were attached first keep them."""
+    from ..phases import guest_of
+
+    for component in pipeline.components.values():
+        guest = guest_of(component)
+        if guest is not None and not (isinstance(guest.host, PipelineHost) and guest.host.is_there):
+            guest.host = host
 
 
 def _give_block(pipeline: Any, module: nn.Module, device: torch.device, dtype: torch.dtype | None) -> list[str]:
@@ -106,7 +134,7 @@ def _give_block(pipeline: Any, module: nn.Module, device: torch.device, dtype: t
     return changed
 
 
-def watch_geometry(module: nn.Module) -> None:
+def watch_missing(module: nn.Module, host: PipelineHost) -> None:
     """Does the same at the first forward, for pipelines that are built around a module after it was attached.
 
     By then the latents are made: if the guess was wrong, that call raises InputError, and the next one is right.
@@ -115,11 +143,10 @@ def watch_geometry(module: nn.Module) -> None:
     assert offload is not None
     if not hasattr(module, "config"):
         return
-    device = offload._managed.scope.device
 
     def check(module: nn.Module, _: Any) -> None:
         handle.remove()
-        changed = give_geometry(module, device)
+        changed = give_missing(module, host)
         if changed:
             raise InputError(
                 f"The pipeline was built without its VAE and guessed wrong ({'; '.join(changed)}). It knows now: call "

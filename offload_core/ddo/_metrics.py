@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -12,6 +12,9 @@ from torch import nn
 from .._report_table import human_bytes
 from ..streaming import Offload, StreamedWeight, StreamReport, is_streamed
 from ._settings import DynamicOffloadSettings
+
+if TYPE_CHECKING:
+    from ..phases import Visit
 
 DYNAMIC_OFFLOAD_METRICS_SCHEMA_VERSION = 1
 RESIDENT, SMALL, STREAMED = "resident_module", "resident_small", "streamed_large"
@@ -161,8 +164,12 @@ def setup_of(offload: Offload) -> dict[str, Any]:
     }
 
 
-def metrics_of(route: str, settings: DynamicOffloadSettings, offload: Offload | None) -> DynamicOffloadMetrics:
+def metrics_of(
+    route: str, settings: DynamicOffloadSettings, offload: Offload | None, visits: Sequence[Visit] = ()
+) -> DynamicOffloadMetrics:
     """Metrics of a module that went some way; what only this engine counts is left out on the others."""
+    guests = {"visits": [asdict(visit) for visit in visits]} if visits else {}
     if offload is None:
-        return DynamicOffloadMetrics(route, settings.as_metrics())
-    return DynamicOffloadMetrics(route, settings.as_metrics(), setup_of(offload), asdict(offload.report()))
+        return DynamicOffloadMetrics(route, settings.as_metrics(), runtime=guests)
+    runtime = asdict(offload.report()) | guests
+    return DynamicOffloadMetrics(route, settings.as_metrics(), setup_of(offload), runtime)

@@ -14,11 +14,13 @@ from torch import nn
 
 from ..streaming import Offload, StreamPlan, StreamReport
 from ._group import remove_group_offload
+from ._guests import PipelineHost
 from ._metrics import DynamicOffloadMetrics, DynamicOffloadState, metrics_of, state_of
 from ._observe import DynamicOffloadExecutionTimer, DynamicOffloadMetricsJournal
 from ._settings import DynamicOffloadSettings
 
 if TYPE_CHECKING:
+    from ..phases import Visit
     from ._profiles import ProfileRun
 
 log = logging.getLogger(__name__)
@@ -66,12 +68,13 @@ class DynamicOffloadApplyResult:
         *,
         should_move_to_execution_device: bool = False,
         event_payload: Mapping[str, Any] | None = None,
+        host: PipelineHost | None = None,
     ) -> None:
         self.module, self.route, self.settings = module, route, settings
         self.hook = DynamicOffloadHook(offload) if offload is not None else None
         self.should_move_to_execution_device = should_move_to_execution_device
         self.event_payload: dict[str, Any] = dict(event_payload or {})
-        self._offload = offload
+        self._offload, self._host = offload, host
         self._end: weakref.finalize[Any, Any] | None = None
         if offload is not None:
             self._end = weakref.finalize(self, _cool, weakref.ref(offload._managed))
@@ -81,6 +84,11 @@ class DynamicOffloadApplyResult:
     def plan(self) -> StreamPlan | None:
         """Where the weights lie, None on the routes that have no plan."""
         return self._offload.plan if self._offload is not None else None
+
+    @property
+    def visits(self) -> tuple[Visit, ...]:
+        """Calls of components that the module's pipeline was built without (VAE, image encoder), and what they took."""
+        return tuple(self._host.visits) if self._host is not None else ()
 
     def report(self) -> StreamReport | None:
         """What the component took and did so far, None on the routes that don't count."""
@@ -110,7 +118,7 @@ class DynamicOffloadApplyResult:
         """What was planned and what came of it so far. Both parameters have no effect: nothing is left uncollected."""
         _no_effect(collect_completed, "collect_completed", "every figure is complete at any time")
         _no_effect(execution_timing, "execution_timing", "a phase report has the seconds of a run")
-        return metrics_of(self.route, self.settings, self._offload)
+        return metrics_of(self.route, self.settings, self._offload, self.visits)
 
     def profile_run(self) -> ProfileRun:
         """A `with` block whose peak is kept as a capacity profile of this module on this device."""
@@ -171,10 +179,11 @@ class DynamicOffloadApplyResult:
 
 @dataclass(frozen=True)
 class DiffusersGroupOffloadResult:
-    """A module under diffusers' group offload."""
+    """A module under diffusers' group offload. visits: as `DynamicOffloadApplyResult.visits`."""
 
     module: nn.Module
     event_payload: dict[str, Any] = field(default_factory=dict)
+    visits: list[Visit] = field(default_factory=list)
 
     def release(self) -> None:
         """Takes diffusers' hooks off. The weights are then where group offload keeps them: on the offload device."""

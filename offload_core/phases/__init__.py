@@ -14,6 +14,7 @@ from ._foresee import (
     trace_encode,
     trace_images,
 )
+from ._guest import Guest, Visit, guest_of
 from ._handle import Handle, load
 from ._images import encode_images, images_from_samples
 from ._loras import Lora, as_loras
@@ -23,6 +24,7 @@ from ._sound import decode_sound
 
 __all__ = [
     "Embeds",
+    "Guest",
     "Handle",
     "Images",
     "Latents",
@@ -30,6 +32,7 @@ __all__ = [
     "Phase",
     "PhaseTrace",
     "TracedCall",
+    "Visit",
     "as_loras",
     "check_denoise",
     "check_embeds",
@@ -41,6 +44,7 @@ __all__ = [
     "encode_images",
     "foresee",
     "from_files",
+    "guest_of",
     "images_from_samples",
     "latents_from_samples",
     "load",

@@ -9,7 +9,7 @@ from ._plan import PartSize, StreamPlan, WeightSize, largest_group, make_plan, p
 from ._scope import OffloadScope
 from ._shape import Layout
 from ._streamed_class import StreamedClass
-from ._turns import hot_bytes, keep_on_host, rest, wake
+from ._turns import for_a_while, hot_bytes, keep_on_host, rest, wake
 from ._weight import StreamedWeight, cold_weight, is_cold
 
 
@@ -30,6 +30,7 @@ __all__ = [
     "WeightSize",
     "cold_weight",
     "enable_offload",
+    "for_a_while",
     "hot_bytes",
     "is_cold",
     "is_streamed",

@@ -113,7 +113,7 @@ class OffloadScope:
     @property
     def in_use(self) -> bool:
         """Whether any module is under offload here."""
-        return bool(self._alive())
+        return bool(self.modules)
 
     def available(self) -> int:
         """Bytes of device memory that a further module could get: what is free and not promised to residents."""
@@ -122,7 +122,7 @@ class OffloadScope:
     def make_room(self, nbytes: int) -> None:
         """Makes up to `nbytes` available by streaming weights of modules that were attached before and wait now. If
         that isn't enough, their ring is given back, too: the next module makes one that serves them all."""
-        for managed in self._alive():
+        for managed in self.modules:
             while (missing := nbytes + self._ring_missing() - self.available()) > 0 and managed.stream_more(missing):
                 pass
         if nbytes + self._ring_missing() > self.available():
@@ -136,15 +136,17 @@ class OffloadScope:
     @property
     def largest_bytes(self) -> int:
         """Bytes of the ring that the hungriest operator of any attached module needs."""
-        return max((managed.largest_bytes for managed in self._alive()), default=0)
+        return max((managed.largest_bytes for managed in self.modules), default=0)
 
-    def _alive(self) -> list[Managed]:
+    @property
+    def modules(self) -> list[Managed]:
+        """The modules that are under offload here."""
         return [managed for ref in self._managed if (managed := ref()) is not None]
 
     @property
     def promised_host_bytes(self) -> int:
         """Bytes of weights that will stay in pinned memory and aren't there yet."""
-        entries = [entry for managed in self._alive() for entry in managed.entries]
+        entries = [entry for managed in self.modules for entry in managed.entries]
         return sum(link_bytes(entry) for entry in entries if entry.keep_on_host and entry.host is None)
 
     def file(self, path: Path) -> WeightFile:
@@ -182,7 +184,7 @@ class OffloadScope:
 
     def close(self) -> int:
         """Releases every module, joins the readers, frees everything. Returns bytes that somebody still holds."""
-        for managed in self._alive():
+        for managed in self.modules:
             managed.release(restore=False)
         held = self.cache.close()
         self._end.detach()

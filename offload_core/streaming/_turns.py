@@ -1,14 +1,21 @@
 """Modules of one scope that take turns: a module that rests has no weights on the device, one that is awake has its
-weights there from their first use on, as many as there is room for."""
+weights there from their first use on, as many as there is room for. And modules that stay only a while."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
+from ..errors import BudgetError
 from ._managed import Managed
 from ._parts import Part
 from ._plan import WeightSize, make_plan
 from ._weight import Entry, StreamedWeight
+
+if TYPE_CHECKING:
+    from ._scope import OffloadScope
 
 
 def rest(managed: Managed) -> None:
@@ -39,6 +46,7 @@ def wake(managed: Managed) -> None:
     plan = make_plan(
         sizes,
         available=scope.available(),
+        resident_limit=scope.resident_limit,
         ring_there=cache.ring.largest,
         ring_for_others=scope.largest_bytes,
         align=scope.engine.align,
@@ -56,6 +64,30 @@ def wake(managed: Managed) -> None:
         for entry in entries:
             entry.lookup_only = part.is_lookup and not plan.whole
         cache.keep(entry for entry in entries if entry.names[0] in plan.resident)
+
+
+@contextlib.contextmanager
+def for_a_while(scope: OffloadScope) -> Iterator[OffloadScope]:
+    """A block in which another module is attached to `scope` and released again.
+
+    Whoever was there makes room for it as ever, and has its resident weights and its ring back after the block: they
+    come from their masters when they are used.
+    """
+    cache = scope.cache
+    before = {entry: entry.lookup_only for managed in scope.modules for entry in managed.entries if entry.resident}
+    ring_bytes = cache.ring.largest
+    try:
+        yield scope
+    finally:
+        gone = [entry for entry in before if not entry.resident and entry.cache is cache]
+        if gone or cache.ring.largest != ring_bytes:
+            cache.empty_ring()
+            with contextlib.suppress(BudgetError):  # it grows when it is needed
+                if cache.ring.largest < ring_bytes:
+                    cache.add_arena(ring_bytes)
+            for entry in gone:
+                entry.lookup_only = before[entry]
+            cache.keep(gone)
 
 
 def keep_on_host(managed: Managed) -> None:
