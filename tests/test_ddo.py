@@ -24,6 +24,7 @@ from offload_core._standby_list import StandbyListError, Windows
 from offload_core.errors import BudgetError, ColdWeightError, InputError, ManagedModuleError
 from offload_core.limits import Machine
 from offload_core.streaming import is_streamed
+from sequential_models import traces
 
 EMPTY = inspect.Parameter.empty
 CLASSES = (nn.Linear, nn.Embedding)
@@ -461,6 +462,24 @@ def test_group_offload_is_diffusers_own_and_runs_on_the_cpu(caplog: pytest.LogCa
     result.release()
     with po.enable_offload(module, settings=SETTINGS):  # diffusers' hooks would be refused
         assert torch.equal(run(module), twin)
+
+
+@pytest.mark.parametrize("route", ["dynamic_offload", "diffusers_group_offload", "none"])
+def test_release_leaves_nothing_on_a_module_whichever_way_it_went(route: str):
+    """Objects, memory, forwards and registries are what they were; the original's removal gave nothing back."""
+    module = model()
+    before = traces(module)
+    with po.enable_offload(module, settings=SETTINGS, route=route):
+        run(module)
+    assert traces(module) == before
+
+
+def test_a_route_that_fails_half_way_leaves_nothing_on_the_module():
+    module = model()
+    before = traces(module)
+    with pytest.raises(ValueError, match="offload_type|bad"):
+        po.enable_diffusers_group_offload(module, onload_device="cpu", offload_type="bad")
+    assert traces(module) == before
 
 
 @pytest.mark.parametrize("preset", ["auto", "diffusers_leaf_offload_compat", "diffusers_offload_compat"])

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..devices import resolve_device
+from ..devices import empty_cache, resolve_device
 from ..presets import ENGINE, GROUP
 from ..settings import OffloadSettings
-from ..streaming import OffloadScope, offload_of
+from ..streaming import Homes, OffloadScope, offload_of, take_to_host
 from ..streaming import enable_offload as attach
 from ._geometry import give_missing, watch_missing
 from ._group import apply_group, group_device, remove_group_offload
@@ -26,6 +26,7 @@ from ._metrics import DynamicOffloadState, setup_of, state_of
 from ._results import DiffusersGroupOffloadResult, DynamicOffloadApplyResult, DynamicOffloadHook
 from ._routes import Route, with_group, with_route, with_switches
 from ._settings import DEFAULT_DEVICE, DynamicOffloadConfig, DynamicOffloadSettings, as_settings
+from ._whereabouts import Whereabouts
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +79,8 @@ def enable_offload(
     from the model's folder, in the same budget, and leave it after the call (`visits` of the result).
 
     Raises BudgetError (with the smallest budget that works), ManagedModuleError, DeviceError, InputError, ModelError,
-    ValueError for a route, TypeError for an unknown option. The module is unchanged then.
+    ValueError for a route, TypeError for an unknown option. The module is unchanged then; one that was under offload
+    is as it was before that.
     """
     view = as_settings(
         settings,
@@ -118,6 +120,7 @@ def _go(
     low_cpu_mem_usage: bool,
     files: Sequence[str | os.PathLike[str]],
     scope: OffloadScope | None,
+    homes: Homes | None = None,
 ) -> DynamicOffloadApplyResult:
     """Sends a module its way."""
     device = resolve_device(view.offload.execution_device)
@@ -127,8 +130,9 @@ def _go(
         log.info("Nothing of %s was attached: its weights come from the model's folder when it is called.", component)
         return DynamicOffloadApplyResult(module, way.name, view)
     if way.name == ENGINE:
-        _let_go(module)
-        offload = attach(module, settings=view.offload, component=component, files=files, scope=scope)
+        if homes is None:
+            _let_go(module)
+        offload = attach(module, settings=view.offload, component=component, files=files, scope=scope, homes=homes)
         host = PipelineHost(view.offload, device, offload._managed.scope)
         try:
             give_missing(module, host)
@@ -138,11 +142,25 @@ def _go(
             raise
         return DynamicOffloadApplyResult(module, way.name, view, offload, event_payload=setup_of(offload), host=host)
     _let_go(module)
-    host = PipelineHost(view.offload, device)
+    host, whereabouts = PipelineHost(view.offload, device), Whereabouts(module, component)
     payload: dict[str, Any] = {}
+    try:
+        payload = _send_elsewhere(module, way, view, device, low_cpu_mem_usage)
+        give_missing(module, host)
+    except BaseException:
+        remove_group_offload(module)
+        whereabouts.restore()
+        raise
+    return DynamicOffloadApplyResult(module, way.name, view, event_payload=payload, host=host, whereabouts=whereabouts)
+
+
+def _send_elsewhere(
+    module: nn.Module, way: Route, view: DynamicOffloadSettings, device: torch.device, low_cpu_mem_usage: bool
+) -> dict[str, Any]:
+    """Puts a module under diffusers' group offload, or moves it whole. Returns what there is to tell of it."""
     if way.name == GROUP:
         no_streams = view.running_on_wsl and view.disable_pin_on_wsl
-        payload = apply_group(
+        return apply_group(
             module,
             device=device,
             offload_device=view.offload.offload_device,
@@ -152,10 +170,8 @@ def _go(
             low_cpu_mem_usage=low_cpu_mem_usage if way.low_cpu_mem_usage is None else way.low_cpu_mem_usage,
             num_blocks_per_group=way.num_blocks_per_group,
         )
-    else:
-        module.to(device)
-    give_missing(module, host)
-    return DynamicOffloadApplyResult(module, way.name, view, event_payload=payload, host=host)
+    module.to(device)
+    return {}
 
 
 def _let_go(module: nn.Module) -> None:
@@ -186,7 +202,8 @@ def enable_pipeline_offload(
     one ring, so the pipeline as a whole keeps to `device_memory`.
 
     components: names, or a mapping of names to modules or to policies ({"vae": {"route": "none"}}); without it all of
-    the pipeline's. Raises what `enable_offload` raises; every module is as it was then.
+    the pipeline's. Raises what `enable_offload` raises; every module is as it was then, or as it was before an offload
+    that this one was to replace.
     """
     view = as_settings(
         settings,
@@ -199,17 +216,24 @@ def enable_pipeline_offload(
         use_environment=use_environment,
         overrides=config_overrides,
     )
+    chosen = [(name, module, _way_of(view, name, policy)) for name, module, policy in _chosen(pipeline, components)]
     shared: OffloadScope | None = None
     results: dict[str, DynamicOffloadApplyResult] = {}
+    homes: dict[str, Homes] = {}
     try:
-        for name, module, policy in _chosen(pipeline, components):
-            way = view.route_of(name)
-            way = with_switches(way, policy.pop("group_offload", None), policy.pop("dynamic_offload", None), name)
-            way = with_group(with_route(way, policy.pop("route", None)), **policy)
-            if way.name == ENGINE and apply_hook and shared is None:
-                shared = OffloadScope(view.offload, resolve_device(view.offload.execution_device))
+        ours = {name: module for name, module, way in chosen if way.name == ENGINE and not is_guest(module)}
+        if ours and apply_hook:
+            device = resolve_device(view.offload.execution_device)
+            for name, module in ours.items():
+                _let_go(module)
+                homes[name] = take_to_host(module, name)
+            if any(homes.values()):
+                empty_cache(device)  # "auto" is what is free now
+            shared = OffloadScope(view.offload, device)
+        for name, module, way in chosen:
             started = time.perf_counter()
-            results[name] = _go(module, way, view, name, apply_hook, low_cpu_mem_usage, (), shared)
+            home = homes.pop(name, None)  # from here on it is the module's to go back
+            results[name] = _go(module, way, view, name, apply_hook, low_cpu_mem_usage, (), shared, home)
             if record_event is not None and results[name].event_payload:
                 kind = "dynamic" if way.name == ENGINE else "group"
                 seconds = time.perf_counter() - started
@@ -217,22 +241,32 @@ def enable_pipeline_offload(
     except BaseException:
         for result in results.values():
             result.release()
+        for each in homes.values():
+            each.restore()
         if shared is not None and not shared.in_use:
             shared.close()
         raise
     return results
 
 
+def _way_of(view: DynamicOffloadSettings, name: str, policy: dict[str, Any]) -> Route:
+    way = view.route_of(name)
+    way = with_switches(way, policy.pop("group_offload", None), policy.pop("dynamic_offload", None), name)
+    return with_group(with_route(way, policy.pop("route", None)), **policy)
+
+
 def _chosen(pipeline: Any, components: Any) -> Iterator[tuple[str, nn.Module, dict[str, Any]]]:
-    """Names, modules and policies of the components that are asked for."""
+    """Names, modules and policies of the components that are asked for, each module once."""
     there = getattr(pipeline, "components", None)
     if not isinstance(there, Mapping):
         there = {name: getattr(pipeline, name, None) for name in _COMMON_NAMES}
     asked = components if components is not None else list(there)
+    seen: set[int] = set()
     for name in asked:
         said = asked[name] if isinstance(asked, Mapping) else None
         module = said if isinstance(said, nn.Module) else there.get(name)
-        if isinstance(module, nn.Module):
+        if isinstance(module, nn.Module) and id(module) not in seen:
+            seen.add(id(module))
             yield name, module, dict(said) if isinstance(said, Mapping) else {}
 
 
@@ -304,22 +338,29 @@ def enable_diffusers_group_offload(
     device = group_device(onload_device)
     payload: dict[str, Any] = {}
     host = PipelineHost(OffloadSettings(execution_device=str(device)), device)
+    whereabouts: Whereabouts | None = None
     if apply_hook and not is_guest(module):
         _let_go(module)
-        payload = apply_group(
-            module,
-            device=device,
-            offload_device=offload_device,
-            offload_type=offload_type,
-            use_stream=use_stream,
-            record_stream=record_stream,
-            low_cpu_mem_usage=low_cpu_mem_usage,
-            num_blocks_per_group=num_blocks_per_group,
-        )
-        give_missing(module, host)
+        whereabouts = Whereabouts(module, type(module).__name__)
+        try:
+            payload = apply_group(
+                module,
+                device=device,
+                offload_device=offload_device,
+                offload_type=offload_type,
+                use_stream=use_stream,
+                record_stream=record_stream,
+                low_cpu_mem_usage=low_cpu_mem_usage,
+                num_blocks_per_group=num_blocks_per_group,
+            )
+            give_missing(module, host)
+        except BaseException:
+            remove_group_offload(module)
+            whereabouts.restore()
+            raise
         if record_event is not None:
             record_event(event_name, payload["seconds"], **payload)
-    return DiffusersGroupOffloadResult(module, payload, host.visits)
+    return DiffusersGroupOffloadResult(module, payload, host.visits, whereabouts)
 
 
 def apply_dynamic_offload(module: nn.Module, config: DynamicOffloadConfig | None = None) -> DynamicOffloadHook:

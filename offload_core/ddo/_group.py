@@ -42,24 +42,30 @@ def apply_group(
         "low_cpu_mem_usage": low_cpu_mem_usage and use_stream,
         "num_blocks_per_group": num_blocks_per_group if offload_type == "block_level" else None,
     }
-    remove_group_offload(module)
     started = time.perf_counter()
     apply_group_offloading(module, onload_device=device, offload_device=torch.device(offload_device), **arguments)
     return {**arguments, "onload_device": str(device), "seconds": time.perf_counter() - started}
 
 
 def remove_group_offload(module: nn.Module) -> None:
-    """Takes diffusers' group offload off a module, nothing if it is under none. diffusers has no function for it."""
-    registries: list[Any] = [vars(part).get("_diffusers_hook") for part in module.modules()]
-    if not any(registries):
+    """Takes diffusers' group offload off a module, nothing if it is under none. diffusers has no function for it.
+
+    Registries and forwards that came with it go, too. Where the weights are then is where group offload left them.
+    """
+    if not any("_diffusers_hook" in vars(part) for part in module.modules()):
         return
     from diffusers.hooks import group_offloading as names
 
     hooks = (names._LAZY_PREFETCH_GROUP_OFFLOADING, names._LAYER_EXECUTION_TRACKER, names._GROUP_OFFLOADING)
-    for registry in filter(None, registries):
-        for name in hooks:
-            if registry.get_hook(name) is not None:
-                registry.remove_hook(name, recurse=False)
+    for part in module.modules():
+        registry: Any = vars(part).get("_diffusers_hook")
+        mine = [name for name in hooks if registry is not None and registry.get_hook(name) is not None]
+        for name in mine:
+            registry.remove_hook(name, recurse=False)
+        if mine and not registry.hooks:
+            del part.__dict__["_diffusers_hook"]
+            if getattr(vars(part).get("forward"), "__func__", None) is type(part).forward:
+                del part.__dict__["forward"]  # the class's own, which the registry leaves as an attribute
 
 
 def group_device(device: str | torch.device) -> torch.device:

@@ -18,6 +18,7 @@ from ._guests import PipelineHost
 from ._metrics import DynamicOffloadMetrics, DynamicOffloadState, metrics_of, state_of
 from ._observe import DynamicOffloadExecutionTimer, DynamicOffloadMetricsJournal
 from ._settings import DynamicOffloadSettings
+from ._whereabouts import Whereabouts
 
 if TYPE_CHECKING:
     from ..phases import Visit
@@ -69,12 +70,13 @@ class DynamicOffloadApplyResult:
         should_move_to_execution_device: bool = False,
         event_payload: Mapping[str, Any] | None = None,
         host: PipelineHost | None = None,
+        whereabouts: Whereabouts | None = None,
     ) -> None:
         self.module, self.route, self.settings = module, route, settings
         self.hook = DynamicOffloadHook(offload) if offload is not None else None
         self.should_move_to_execution_device = should_move_to_execution_device
         self.event_payload: dict[str, Any] = dict(event_payload or {})
-        self._offload, self._host = offload, host
+        self._offload, self._host, self._whereabouts = offload, host, whereabouts
         self._end: weakref.finalize[Any, Any] | None = None
         if offload is not None:
             self._end = weakref.finalize(self, _cool, weakref.ref(offload._managed))
@@ -95,15 +97,19 @@ class DynamicOffloadApplyResult:
         return self._offload.report() if self._offload is not None else None
 
     def release(self) -> int:
-        """Gives the module its own weights back. Returns the bytes of copies that somebody outside still holds.
+        """Gives the module its own weights back, with the edits made to them: where they were and in the memory they
+        had. On every route. Returns the bytes of copies that somebody outside still holds.
 
-        A module that was moved whole stays where it is.
+        Raises InsufficientMemoryError if the device that it was on has no room for it now; it is usable in RAM then.
         """
         if self._end is not None:
             self._end.detach()
         if self._offload is not None:
             return self._offload.release()
-        remove_group_offload(self.module)
+        whereabouts, self._whereabouts = self._whereabouts, None
+        if whereabouts is not None:
+            remove_group_offload(self.module)
+            whereabouts.restore()
         return 0
 
     def __enter__(self) -> DynamicOffloadApplyResult:
@@ -184,10 +190,16 @@ class DiffusersGroupOffloadResult:
     module: nn.Module
     event_payload: dict[str, Any] = field(default_factory=dict)
     visits: list[Visit] = field(default_factory=list)
+    whereabouts: Whereabouts | None = field(default=None, repr=False)
 
     def release(self) -> None:
-        """Takes diffusers' hooks off. The weights are then where group offload keeps them: on the offload device."""
-        remove_group_offload(self.module)
+        """Takes diffusers' hooks off and puts the weights back where they were, in the memory they had, with edits.
+
+        Raises InsufficientMemoryError if the device that they were on has no room for them now.
+        """
+        if self.whereabouts is not None:
+            remove_group_offload(self.module)
+            self.whereabouts.restore()
 
 
 def _cool(managed: weakref.ref[Any]) -> None:

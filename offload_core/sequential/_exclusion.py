@@ -23,9 +23,8 @@ from ..devices import empty_cache
 from ..errors import BudgetError, InputError, ManagedModuleError
 from ..limits import Machine
 from ..settings import OffloadSettings
-from ..streaming import OffloadScope, hot_bytes, keep_on_host, rest, wake
+from ..streaming import Homes, OffloadScope, hot_bytes, keep_on_host, rest, take_to_host, wake
 from ._dtensor import ShardedComponent, is_sharded
-from ._homes import Homes, take_to_host
 
 log = logging.getLogger(__name__)
 
@@ -73,23 +72,15 @@ class StreamedComponent:
     """A component on the streaming engine. While it is awake, as much of it as fits the budget stays on the device."""
 
     def __init__(self, module: nn.Module, name: str, scope: OffloadScope, homes: Homes, *, pin_memory: bool) -> None:
-        self.name, self._scope, self._homes = name, scope, homes
-        nbytes = sum(each.numel() * each.dtype.itemsize for each in (*module.parameters(), *module.buffers()))
-        # What is in RAM already wasn't free when an "auto" budget was measured; it is no new memory.
-        self._allowed = nbytes if scope.settings.host_memory == "auto" else 0
-        scope.ledger.allow("host", self._allowed)
-        try:
-            self._managed = scope.attach(module, name=name, files=None)
-        except BaseException:
-            scope.ledger.allow("host", -self._allowed)
-            raise
+        self.name, self._scope = name, scope
+        self._managed = scope.attach(module, name=name, files=None, homes=homes, was_there=True)
         try:
             rest(self._managed)
             scope.cache.empty_ring()
             if pin_memory:
                 keep_on_host(self._managed)
         except BaseException:
-            self._give_back()
+            self.release()
             raise
 
     @property
@@ -107,17 +98,7 @@ class StreamedComponent:
         rest(self._managed)
 
     def release(self) -> None:
-        try:
-            self._give_back()
-        finally:
-            self._homes.restore()
-
-    def _give_back(self) -> None:
-        if not self._managed.released:
-            try:
-                self._managed.release(restore=True)
-            finally:
-                self._scope.ledger.allow("host", -self._allowed)
+        self._managed.release(restore=True)
 
 
 class Exclusion:

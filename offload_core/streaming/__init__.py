@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ._enable import Offload, StreamReport, enable_offload, offload_of
+from ._homes import Homes, take_to_host
 from ._managed import Managed
 from ._parts import part_sizes
 from ._plan import PartSize, StreamPlan, WeightSize, largest_group, make_plan, plan_parts, spread
@@ -19,6 +20,7 @@ def is_streamed(tensor: object) -> bool:
 
 
 __all__ = [
+    "Homes",
     "Layout",
     "Managed",
     "Offload",
@@ -42,5 +44,6 @@ __all__ = [
     "plan_parts",
     "rest",
     "spread",
+    "take_to_host",
     "wake",
 ]

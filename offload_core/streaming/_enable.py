@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..devices import resolve_device
+from ..devices import empty_cache, resolve_device
 from ..settings import OffloadSettings
-from ._guards import manager_of
+from ._guards import check_free, manager_of
+from ._homes import Homes, take_to_host
 from ._managed import Managed
 from ._plan import StreamPlan
 from ._scope import OffloadScope
@@ -113,26 +114,42 @@ def enable_offload(
     component: str = "model",
     files: Sequence[str | os.PathLike[str]] = (),
     scope: OffloadScope | None = None,
+    homes: Homes | None = None,
 ) -> Offload:
     """Runs `module` on `settings.execution_device` inside `settings.device_memory`, with the same bits as if it were
     resident there. Call the module, or any method of it, as ever; inputs must be on the execution device.
 
     component: what it is called in messages and reports. files: its safetensors files; weights that were loaded from
     them in their own dtype (`from_pretrained` maps them) are read from there when they are needed. Without `files`
-    they are found by what is mapped. A module that only lives in RAM is streamed from there. scope: budgets and ring
-    to be shared with other modules; it is closed with the last of them, and `settings` aren't asked.
+    they are found by what is mapped. A module that only lives in RAM is streamed from there; one that is on an
+    accelerator is taken to RAM first, and goes back when it is released. scope: budgets and ring to be shared with
+    other modules; it is closed with the last of them, and `settings` aren't asked. homes: of a module that was taken to
+    RAM already (`take_to_host`), before a shared scope measured what is free.
 
     Raises BudgetError (with the smallest budget that works), ManagedModuleError for a module that is under offload
     already or has a kind of weight that can't be, DeviceError, InputError, ModelError. The module is unchanged then.
     """
-    if scope is None:
-        settings = settings or OffloadSettings()
-        scope = OffloadScope(settings, resolve_device(settings.execution_device))
+    settings = settings or OffloadSettings()
+    device = scope.device if scope is not None else resolve_device(settings.execution_device)
+    if homes is None:
+        check_free(module, component)
+        homes = take_to_host(module, component)
     try:
+        if scope is None:
+            if homes:
+                empty_cache(device)  # "auto" is what is free now
+            scope = OffloadScope(settings, device)
         with torch.no_grad():
-            managed = scope.attach(module, name=component, files=[Path(file) for file in files] or None)
+            managed = scope.attach(
+                module,
+                name=component,
+                files=[Path(file) for file in files] or None,
+                homes=homes,
+                was_there=True,
+            )
     except BaseException:
-        if not scope.in_use:
+        if scope is not None and not scope.in_use:
             scope.close()
+        homes.restore()
         raise
     return Offload(module, managed)

@@ -19,6 +19,7 @@ from ._accelerator import link_bytes
 from ._compiled import compiled_blocks, install, uninstall
 from ._dtypes import shortest, through
 from ._guards import ApplyGuard, check_free
+from ._homes import Homes
 from ._masters import FileMaster, HostMaster, Master
 from ._parts import Part, Place, group_of, is_recurrent, operator_groups
 from ._plan import PartSize, StreamPlan, WeightSize, largest_group, plan_parts, spread
@@ -46,6 +47,8 @@ class Managed:
         self._guarded: list[weakref.ref[nn.Module]] = []
         self._compiled: list[weakref.ref[nn.Module]] = []
         self._extra: list[Reservation] = []
+        self._homes: Homes | None = None
+        self._allowed_bytes: int | None = None  # of RAM that was taken before the budget was measured; None: none is
         self.root: weakref.ref[nn.Module] | None = None
         self.at_release: list[Callable[[], None]] = []
         self.released = False
@@ -64,15 +67,22 @@ class Managed:
         keep_grad: bool,
         planned: StreamPlan | None = None,
         added_bytes: int = 0,
+        homes: Homes | None = None,
+        was_there: bool = False,
     ) -> None:
         """Takes `module` over. Nothing of it has changed if this raises.
 
         restore: keep what `release` needs to give the module back as it was. plain_if_whole: if everything fits, the
         module gets ordinary tensors and no wrappers. keep_grad: weights require grad if they did before; else none do.
         planned: what was planned before for this module; followed if it still fits. added_bytes: of weights that it
-        will be given on the execution device right after (LoRA): they are booked here, see `book_new`.
+        will be given on the execution device right after (LoRA): they are booked here, see `book_new`. homes: where
+        its tensors were before, `release` takes them back there. was_there: what lies in RAM did so already when the
+        budgets were measured, so that it needs no part of an "auto" one.
         """
         check_free(module, self.name)
+        self._homes = homes
+        if was_there and self.scope.settings.host_memory == "auto":
+            self._allowed_bytes = 0
         self._keep_grad = keep_grad
         mappings = read_mappings()
         found = _mapped_files(mappings) if files is None else files
@@ -194,6 +204,9 @@ class Managed:
         if item.ranges and part.rule.rule == "plain":
             where = item.ranges[0]
             return FileMaster(self.scope.file(where.path), where, item.dtype, self.scope.warm)
+        if self._allowed_bytes is not None and tensor.device.type == "cpu":
+            self.scope.ledger.allow("host", tensor.nbytes)
+            self._allowed_bytes += tensor.nbytes
         reservation = self.scope.ledger.reserve("host", "masters", tensor.nbytes, entry.name)
         try:
             host = tensor.detach()
@@ -500,6 +513,11 @@ class Managed:
                 self._move_layers(part, part.layer_home)
         self.parts = []
         self.scope.forget(self)
+        if restore and self._homes is not None:
+            try:
+                self._homes.restore()
+            except OffloadError as error:
+                failed = failed or error.with_traceback(None)
         if failed is not None:
             raise failed
         return held
@@ -546,6 +564,9 @@ class Managed:
             for entry in part.entries:
                 if entry.master is not None:
                     entry.master.close()
+        if self._allowed_bytes:
+            self.scope.ledger.allow("host", -self._allowed_bytes)
+            self._allowed_bytes = 0
 
 
 def _mapped_files(mappings: list[FileMapping] | None) -> list[Path]:

@@ -29,6 +29,7 @@ from ..warm import WarmStore
 from ._accelerator import AcceleratorCopies, link_bytes
 from ._cache import WeightCache
 from ._copies import CopyEngine, CpuCopies
+from ._homes import Homes
 from ._managed import DtypeRule, Managed
 from ._plan import StreamPlan
 from ._readers import Readers
@@ -88,6 +89,8 @@ class OffloadScope:
         keep_grad: bool = False,
         planned: StreamPlan | None = None,
         added_bytes: int = 0,
+        homes: Homes | None = None,
+        was_there: bool = False,
     ) -> Managed:
         """Takes a module under offload; see `Managed.attach` for the arguments.
 
@@ -103,6 +106,8 @@ class OffloadScope:
             keep_grad=keep_grad,
             planned=planned,
             added_bytes=added_bytes,
+            homes=homes,
+            was_there=was_there,
         )
         self._managed.append(weakref.ref(managed))
         return managed

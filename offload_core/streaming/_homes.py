@@ -62,19 +62,26 @@ def take_to_host(module: nn.Module, name: str) -> Homes:
     Tensors of classes of their own are left where they are. All copies are made before the first tensor is exchanged,
     so nothing has changed if there is no room in RAM.
     """
-    found = {
-        id(tensor): tensor
+    homes = homes_of(module, name)
+    tensors = [moved.tensor for moved in homes._moved]
+    _exchange(tensors, _copies(tensors, _CPU))
+    return homes
+
+
+def homes_of(module: nn.Module, name: str) -> Homes:
+    """Where the plain parameters and buffers of `module` are that aren't in RAM, for something else to move them."""
+    tensors = (
+        tensor
         for part in module.modules()
         for tensor in (*part._parameters.values(), *part._buffers.values())
-        if tensor is not None and tensor.device.type not in ("cpu", "meta") and _is_plain(tensor)
-    }
-    tensors = list(found.values())
-    moved = [_Moved(tensor, tensor.device) for tensor in tensors]
-    _exchange(tensors, _copies(tensors, _CPU))
-    return Homes(moved, name)
+        if tensor is not None and tensor.device.type not in ("cpu", "meta") and is_plain(tensor)
+    )
+    found = {id(tensor): tensor for tensor in tensors}
+    return Homes([_Moved(tensor, tensor.device) for tensor in found.values()], name)
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is of no class of its own, and dense memory."""
     classes = (torch.Tensor, nn.Parameter, nn.Buffer)
     return type(tensor) in classes and tensor.layout is torch.strided and not tensor.is_quantized
 
