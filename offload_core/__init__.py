@@ -60,6 +60,7 @@ _HOME = {
     "apply_sequential_offload": "sequential",
     "remove_sequential_offload": "sequential",
     "OffloadSettings": "settings",
+    "SplitFiles": "single_files",
     "enable_offload": "ddo",
     "DiffusersGroupOffloadResult": "ddo",
     "DynamicOffloadApplyResult": "ddo",
@@ -176,6 +177,7 @@ if TYPE_CHECKING:
     )
     from .session import Observer, Progress, Session, SilentObserver
     from .settings import OffloadSettings
+    from .single_files import SplitFiles
 
 
 def __getattr__(name: str) -> Any:

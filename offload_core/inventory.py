@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -14,6 +14,7 @@ from torch import nn
 from .errors import ManagedModuleError
 from .file_backing import FileMapping, Span, find_file_ranges, read_mappings
 from .file_reader import FileRange
+from .stored_weight import StoredWeight
 
 _ATTRIBUTE_DEPTH = 3
 _PLAIN_CLASSES = (torch.Tensor, nn.Parameter, nn.Buffer)
@@ -31,7 +32,8 @@ class Item:
     its own (a wrapper subclass), the bytes of its inner tensors. ranges: where exactly these bytes lie in a file, empty
     if in none. dense: the elements fill those bytes without gap or overlap, in some order of the dimensions.
     shares_storage: its bytes are also bytes of another item or of a tensor in a plain attribute, so that it can't be
-    moved alone. opaque: it has no storage that could be looked at.
+    moved alone. opaque: it has no storage that could be looked at. stored: how it is made from files, for a tensor
+    without memory that was named to `take_inventory`; `dtype` and `nbytes` are then those of the files.
     """
 
     names: tuple[str, ...]
@@ -46,6 +48,7 @@ class Item:
     dense: bool = True
     shares_storage: bool = False
     opaque: bool = False
+    stored: StoredWeight | None = field(default=None, repr=False)
 
 
 @dataclass
@@ -66,12 +69,14 @@ def take_inventory(
     module: nn.Module,
     files: Sequence[Path] = (),
     *,
+    stored: Mapping[str, StoredWeight] | None = None,
     mappings: Callable[[], list[FileMapping] | None] = read_mappings,
 ) -> Inventory:
     """Lists the parameters and buffers of `module`, each storage once. No tensor is read, copied or changed.
 
-    files: the component's weight files; a tensor that was cut from a mapping of one of them gets its range. mappings:
-    how to learn what is mapped where (see `find_file_ranges`).
+    files: the component's weight files; a tensor that was cut from a mapping of one of them gets its range. stored: by
+    name, how tensors without memory (cold weights) are made from files. mappings: how to learn what is mapped where
+    (see `find_file_ranges`).
 
     Raises ManagedModuleError if a tensor has no value (it is on the meta device), and ModelError if a mapped file was
     cut short.
@@ -98,6 +103,8 @@ def take_inventory(
     on_host = [item for item in spans if item.tensor.device.type == "cpu"]
     for item, found in zip(on_host, find_file_ranges([spans[i] for i in on_host], files, mappings), strict=True):
         item.ranges = (found,) if found is not None else ()
+    for item in items if stored is not None else ():
+        _take_from_files(item, stored or {})
 
     overlapping = _overlapping(spans)
     attributes = dict(_attributes(module))
@@ -221,6 +228,13 @@ def _item(
         dense=strided and (0 in shape or _is_dense(shape, stride)),
         opaque=span is None and tensor.numel() > 0,
     )
+
+
+def _take_from_files(item: Item, stored: Mapping[str, StoredWeight]) -> None:
+    found = next((stored[name] for name in item.names if name in stored), None)
+    if found is not None and item.opaque:
+        item.stored, item.ranges, item.dtype, item.nbytes = found, found.pieces, found.torch_dtype, found.nbytes
+        item.opaque = False
 
 
 def _opaque_bytes(tensor: torch.Tensor) -> int:

@@ -11,10 +11,10 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .block_classes import blocks_class, stages
 from .checkpoint import DTYPES, Header, show
@@ -36,9 +36,14 @@ __all__ = [
     "resolve_model",
 ]
 
+if TYPE_CHECKING:
+    from .single_files import SplitFiles
+    from .stored_weight import StoredWeight
+
 DEFAULTS_FILE = "phase_offload.json"
 INDEX = "model_index.json"
 MODULAR_INDEX = "modular_model_index.json"
+WEIGHT_SUFFIXES = (".safetensors", ".sft", ".gguf", ".ckpt", ".pt", ".pth", ".bin")
 
 # Classes that have no weights of their own; everything else with a config.json is a model.
 _WEIGHTLESS = re.compile(r".*(Scheduler|Tokenizer(Fast|sBackend)?|Processor(Fast|Pil)?|FeatureExtractor|Guidance)")
@@ -65,7 +70,9 @@ class ComponentSource:
     config: its config.json, else its scheduler, processor or tokenizer config, None without any. weight_files: in order
     of name, none for tokenizers, schedulers and processors. weight_bytes, tensors: sums over them. dtype: torch's name
     of the dtype that holds most bytes. variant: what `from_pretrained(variant=...)` needs, e.g. "fp16". stage: in a
-    model made of blocks, where they list it ("before", "denoise" or "after", see `block_classes.stages`).
+    model made of blocks, where they list it ("before", "denoise" or "after", see `block_classes.stages`). stored: how
+    each weight is made from the files, by its name, where they aren't this component's own. described: the config is a
+    description of this project; with a tokenizer, options for its loader.
     """
 
     name: str
@@ -79,6 +86,8 @@ class ComponentSource:
     tensors: int = 0
     variant: str | None = None
     stage: str | None = None
+    stored: Mapping[str, StoredWeight] | None = field(default=None, repr=False)
+    described: bool = False
 
     @property
     def has_weights(self) -> bool:
@@ -126,13 +135,19 @@ class ModelSource:
                 raise ModelError(f"{name} has changed since the model was loaded{detail}. Load the model again.")
 
 
-def resolve_model(model: str | os.PathLike[str]) -> ModelSource:
-    """Reads and checks a diffusers model folder without reading a weight. Nothing is downloaded.
+def resolve_model(model: str | os.PathLike[str] | SplitFiles) -> ModelSource:
+    """Reads and checks a model without reading a weight: a diffusers folder, the Hub id of one that is in the Hub's
+    cache, a single file, or several files. Nothing is downloaded.
 
     A folder with a model_index.json is a pipeline, also if it has a modular_model_index.json; one with only the latter
     is made of blocks. Raises ModelError, one sentence with what to do, for a folder that is missing, incomplete,
-    damaged, ambiguous, or that wants pickle, code, or a file outside itself.
+    damaged, ambiguous, or that wants pickle, code, or a file outside itself; for files see
+    `single_files.resolve_files`.
     """
+    if not isinstance(model, str | os.PathLike) or _is_weight_file(model):
+        from .single_files import as_files, resolve_files
+
+        return resolve_files(as_files(model))
     folder = ModelFolder(_existing_folder(model))
     record = _Record(folder)
     if os.path.lexists(folder.root / INDEX):
@@ -270,6 +285,15 @@ class _Record:
         return hashlib.sha256(json.dumps(sorted(self._lines)).encode()).hexdigest()
 
 
+def _is_weight_file(model: str | os.PathLike[str]) -> bool:
+    """Whether a path means a file of weights: by its name, or a file without a suffix (a blob of the Hub's cache)."""
+    path = os.path.expanduser(os.fspath(model))
+    suffix = os.path.splitext(path)[1].lower()
+    if os.path.isdir(path):
+        return False
+    return suffix in WEIGHT_SUFFIXES or (not suffix and os.path.isfile(path))
+
+
 def _existing_folder(model: str | os.PathLike[str]) -> Path:
     """The folder that holds an index, or an error that says what is there instead."""
     text = os.fspath(model)
@@ -282,8 +306,8 @@ def _existing_folder(model: str | os.PathLike[str]) -> Path:
                 return path
             raise ModelError(_not_a_model(path))
         if path.exists():
-            what = "is a single file, not a diffusers model folder"
-            advice = "Give the folder that holds model_index.json; convert a single file with save_pretrained first."
+            what = "is neither a folder nor a file of weights"
+            advice = "Give the folder that holds model_index.json, or a .safetensors file."
             raise ModelError(f"{show(text, 250)} {what}. {advice}")
         siblings = [entry.name for entry in path.parent.iterdir() if entry.is_dir()] if path.parent.is_dir() else []
     except RuntimeError:
@@ -312,9 +336,9 @@ def _not_a_model(path: Path) -> str:
         return f"{start}, but holds models. Give one of them: {shown}."
     if has_weight_files(names) and "config.json" in names:
         return f"{start} and looks like one component of a model. Give its parent folder."
-    single = [name for name in names if name.endswith((".safetensors", ".ckpt", ".gguf", ".pt", ".bin"))]
+    single = [name for name in names if name.endswith(WEIGHT_SUFFIXES)]
     if single:
-        return f"{start}, only single files such as {show(single[0])}. Convert them to a folder with save_pretrained."
+        return f"{start}, only single files such as {show(single[0])}. Give the file itself."
     shown = ", ".join(show(name) for name in names[:3])
     return f"{start} (it holds {shown}). Give the folder that model_index.json lies in."
 

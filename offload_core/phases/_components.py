@@ -6,7 +6,7 @@ import contextlib
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,9 +17,11 @@ from ..checkpoint import read_header
 from ..devices import RandomState
 from ..library_dtypes import parameter_dtypes, request_dtype
 from ..model_source import ComponentSource, component_class
+from ..stored_weight import StoredWeight, read_stored
 from ..streaming import Managed, OffloadScope, StreamPlan
 from ._cold import cold_like, forget_method_caches, make_cold, real_tensors, scrub_attributes
 from ._ports import Gate, Port, RecordingPort, attach_gate, watch_parts
+from ._stored import bind_stored, promise_stored
 
 SMALL_STATE_BYTES = 2**20
 
@@ -59,7 +61,8 @@ class Component:
         self.source, self.dtype, self.memory = source, dtype, memory
         self.module = _skeleton(source, dtype, memory.device)
         self.dtypes = parameter_dtypes(self.module, source.library, names_of(self.module), dtype)
-        _take_weights(self.module, source, dtype, memory.device)
+        self.stored = bind_stored(self.module, source) if source.stored is not None else None
+        _take_weights(self.module, source, dtype, memory.device, self.stored)
         self.managed: Managed | None = None
         self.skip: tuple[str, ...] = ()
         self.recast: torch.dtype | None = None
@@ -91,7 +94,7 @@ class Component:
         if self.before_load is not None:
             self.before_load()
         with torch.inference_mode(False), torch.no_grad():
-            real = from_files(self.source, self.dtype)
+            real = from_files(self.source, self.dtype) if self.stored is None else self._promised(self.stored)
             _leave_out(real, self.skip, self.source.name, self.memory.device)
             if isinstance(self.gate.port, RecordingPort):
                 watch_parts(real, self.gate)
@@ -101,6 +104,19 @@ class Component:
         self.memory.usage.load_s += time.perf_counter() - started
         if self.managed is not None:
             self.memory.usage.weight_bytes += self.managed.weight_bytes
+
+    def _promised(self, stored: Mapping[str, StoredWeight]) -> nn.Module:
+        """The module as its loader would make it of these weights, which come when it is attached."""
+        module = _skeleton(self.source, _loading_dtype(self.source, self.dtype), self.memory.device)
+        promise_stored(module, stored, self.source.name, self.memory.device)
+        return module
+
+    def _wanted(self) -> dict[str, StoredWeight] | None:
+        """How weights are made, without those of parts that are left out."""
+        if self.stored is None:
+            return None
+        left_out = tuple(f"{part}." for part in self.skip)
+        return {name: stored for name, stored in self.stored.items() if not name.startswith(left_out)}
 
     def _take_over(self, real: nn.Module) -> None:
         self._cold_state = dict(self.module.__dict__)
@@ -116,6 +132,7 @@ class Component:
                 keep_grad=True,  # see from_files
                 planned=self.memory.planned(self.source.name),
                 added_bytes=self.added_bytes,
+                stored=self._wanted(),
             )
             if self.after_load is not None:
                 self.after_load(self.module)
@@ -185,21 +202,32 @@ def _skeleton(source: ComponentSource, dtype: torch.dtype, device: torch.device)
 def stand_in(source: ComponentSource, dtype: torch.dtype, device: torch.device) -> nn.Module:
     """A component that has its class, its config and its small buffers, and weights that raise ColdWeightError."""
     module = _skeleton(source, dtype, device)
-    _take_weights(module, source, dtype, device)
+    _take_weights(module, source, dtype, device, bind_stored(module, source) if source.stored is not None else None)
     return module
 
 
-def _take_weights(skeleton: nn.Module, source: ComponentSource, dtype: torch.dtype, device: torch.device) -> None:
+def _take_weights(
+    skeleton: nn.Module,
+    source: ComponentSource,
+    dtype: torch.dtype,
+    device: torch.device,
+    stored: Mapping[str, StoredWeight] | None,
+) -> None:
     """Makes a skeleton's parameters cold ones and its small buffers those of the files."""
     make_cold(skeleton, source.name, device, dtype, buffers=False)
-    _read_small_buffers(skeleton, source, dtype, device)
+    _read_small_buffers(skeleton, source, dtype, device, stored)
 
 
 def _from_config(cls: Any, source: ComponentSource, dtype: torch.dtype) -> nn.Module:
     if source.library == "transformers" or not hasattr(cls, "from_config"):
-        config = cls.config_class.from_pretrained(str(source.directory), local_files_only=True)
+        if source.described:
+            config = cls.config_class.from_dict(dict(source.config or {}))
+        else:
+            config = cls.config_class.from_pretrained(str(source.directory), local_files_only=True)
         request_dtype(config, dtype)
         return cls(config)
+    if source.described:
+        return cls.from_config(dict(source.config or {}))
     return cls.from_config(cls.load_config(str(source.directory), local_files_only=True))
 
 
@@ -209,16 +237,27 @@ def names_of(module: nn.Module) -> list[str]:
     return [name for name, _ in (*parameters, *module.named_buffers(remove_duplicate=False))]
 
 
-def _read_small_buffers(module: nn.Module, source: ComponentSource, dtype: torch.dtype, device: torch.device) -> None:
+def _read_small_buffers(
+    module: nn.Module,
+    source: ComponentSource,
+    dtype: torch.dtype,
+    device: torch.device,
+    stored: Mapping[str, StoredWeight] | None,
+) -> None:
     """Buffers are real: a pipeline reads a VAE's statistics without loading the VAE. Those that a file holds are read
     from it, large ones are cold."""
     from safetensors import safe_open
 
-    where = {name: file for file in source.weight_files for name in read_header(file).tensors}
+    files = source.weight_files if stored is None else ()
+    where = {name: file for file in files for name in read_header(file).tensors}
     for name, buffer in list(module.named_buffers()):
-        if name in where and buffer.nbytes <= SMALL_STATE_BYTES:
-            with safe_open(where[name], framework="pt") as file:
-                buffer = file.get_tensor(name)
+        in_file = name in where or (stored is not None and name in stored)
+        if in_file and buffer.nbytes <= SMALL_STATE_BYTES:
+            if stored is not None:
+                buffer = read_stored(stored[name]).view(buffer.shape)
+            else:
+                with safe_open(where[name], framework="pt") as file:
+                    buffer = file.get_tensor(name)
             buffer = buffer.to(dtype) if buffer.dtype.is_floating_point else buffer.clone()
         owner, _, key = name.rpartition(".")
         small = buffer.nbytes <= SMALL_STATE_BYTES
@@ -233,15 +272,24 @@ def from_files(source: ComponentSource, dtype: torch.dtype) -> nn.Module:
     require grad, and in float16 the two forms differ in their last bits.
     """
     cls: Any = component_class(source)
-    stored = getattr(torch, source.dtype or "float32")
-    if not stored.is_floating_point or (stored.itemsize < 2 and source.library != "diffusers"):
-        stored = dtype  # transformers builds under the dtype, and torch has no 8-bit default dtype
-    options: dict[str, Any] = {"dtype": stored, "use_safetensors": True, "local_files_only": True}
+    options: dict[str, Any] = {
+        "dtype": _loading_dtype(source, dtype),
+        "use_safetensors": True,
+        "local_files_only": True,
+    }
     if source.variant:
         options["variant"] = source.variant
     with _BUILDING, without_progress_bars():
         module: nn.Module = cls.from_pretrained(str(source.directory), **options)
     return module.eval()
+
+
+def _loading_dtype(source: ComponentSource, dtype: torch.dtype) -> torch.dtype:
+    """What a component is loaded in: its file's own dtype where it can be."""
+    stored: torch.dtype = getattr(torch, source.dtype or "float32")
+    if not stored.is_floating_point or (stored.itemsize < 2 and source.library != "diffusers"):
+        return dtype  # transformers builds under the dtype, and torch has no 8-bit default dtype
+    return stored
 
 
 def _leave_out(module: nn.Module, parts: tuple[str, ...], name: str, device: torch.device) -> None:

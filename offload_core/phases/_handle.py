@@ -13,6 +13,7 @@ from ..devices import resolve_device, resolve_dtype
 from ..errors import ModelError
 from ..model_source import ComponentSource, ModelSource, resolve_model
 from ..settings import OffloadSettings, check_settings
+from ..single_files.split_files import SplitFiles
 from ._blocks import blocks_make_video
 from ._loras import Lora, as_loras
 from ._pipeline import call_class, call_parameters
@@ -23,9 +24,9 @@ from ._tasks import check_sibling, class_for_task
 class Handle:
     """A model ready for phases. Frozen, hashable, picklable; equal handles mean the same model and settings.
 
-    model: folder as given. pipeline: the class it runs as. fingerprint: of the model's configs and files when it was
-    loaded; a phase refuses files that changed since. device and dtype: as asked ("auto" is decided where the phase
-    runs). loras: applied in this order.
+    model: folder or file as given. pipeline: the class it runs as. fingerprint: of the model's configs and files when
+    it was loaded; a phase refuses files that changed since. device and dtype: as asked ("auto" is decided where the
+    phase runs). loras: applied in this order. files: of a model that was given as `SplitFiles`.
     """
 
     model: str = field(repr=False)
@@ -35,6 +36,7 @@ class Handle:
     dtype: str = "auto"
     settings: OffloadSettings = field(default_factory=OffloadSettings, repr=False)
     loras: tuple[Lora, ...] = ()
+    files: SplitFiles | None = field(default=None, repr=False)
 
     def source(self) -> ModelSource:
         """The model's files, checked again. Raises ModelError if they are gone or changed since `load`."""
@@ -45,7 +47,7 @@ class Handle:
         return source
 
     def _folder(self) -> ModelSource:
-        source = resolve_model(self.model)
+        source = resolve_model(self.files or self.model)
         if source.fingerprint != self.fingerprint:
             raise ModelError(f"The model {source.root.name} changed on disk since it was loaded. Load it again.")
         return source
@@ -117,19 +119,20 @@ def _first_argument(source: ModelSource, *names: str) -> str | None:
 
 
 def load(
-    model: str | os.PathLike[str],
+    model: str | os.PathLike[str] | SplitFiles,
     *,
     device: str | torch.device = "auto",
     dtype: str | torch.dtype = "auto",
     settings: OffloadSettings | None = None,
     loras: Sequence[Any] = (),
 ) -> Handle:
-    """A handle for the diffusers folder `model`. Reads configs and safetensors headers, no weights.
+    """A handle for `model`: a diffusers folder, a checkpoint file, or `SplitFiles`. Reads configs and safetensors
+    headers, no weights.
 
     device: "auto", "cpu", "cuda:0", ...; dtype: "auto" (each component in its file's own), "float32", "bfloat16" or
     "float16", weights are cast on the way in; settings: how phases run; loras: paths of LoRA files, or (path, scale).
 
-    Raises ModelError if the folder can't be used, InputError for a dtype, device or setting that isn't one, DeviceError
+    Raises ModelError if the model can't be used, InputError for a dtype, device or setting that isn't one, DeviceError
     for a device that isn't there.
     """
     settings = settings or OffloadSettings()
@@ -145,5 +148,6 @@ def load(
         device=device,
         dtype=str(dtype).removeprefix("torch."),
         settings=settings,
+        files=None if isinstance(model, str | os.PathLike) else model,
     )
     return replace(handle, loras=as_loras(loras))

@@ -106,7 +106,10 @@ def build_pipeline(
 
 def _load_part(part: ComponentSource) -> Any:
     cls: Any = component_class(part)
-    return cls.from_pretrained(str(part.directory), local_files_only=True)
+    options = dict(part.config or {}) if part.described else {}
+    if options and hasattr(cls, "from_config"):
+        return cls.from_config(options)
+    return cls.from_pretrained(str(part.directory), local_files_only=True, **options)
 
 
 def call_parameters(cls: Any) -> dict[str, inspect.Parameter]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,12 +15,13 @@ from ..errors import ManagedModuleError, OffloadError
 from ..file_backing import FileMapping, read_mappings
 from ..inventory import Item, take_inventory
 from ..ledger import Reservation
+from ..stored_weight import StoredWeight
 from ._accelerator import link_bytes
 from ._compiled import compiled_blocks, install, uninstall
 from ._dtypes import shortest, through
 from ._guards import ApplyGuard, check_free
 from ._homes import Homes
-from ._masters import FileMaster, HostMaster, Master
+from ._masters import FileMaster, HostMaster, Master, stored_master
 from ._parts import Part, Place, group_of, is_recurrent, operator_groups
 from ._plan import PartSize, StreamPlan, WeightSize, largest_group, plan_parts, spread
 from ._shape import Layout, as_bytes
@@ -69,6 +70,7 @@ class Managed:
         added_bytes: int = 0,
         homes: Homes | None = None,
         was_there: bool = False,
+        stored: Mapping[str, StoredWeight] | None = None,
     ) -> None:
         """Takes `module` over. Nothing of it has changed if this raises.
 
@@ -77,7 +79,8 @@ class Managed:
         planned: what was planned before for this module; followed if it still fits. added_bytes: of weights that it
         will be given on the execution device right after (LoRA): they are booked here, see `book_new`. homes: where
         its tensors were before, `release` takes them back there. was_there: what lies in RAM did so already when the
-        budgets were measured, so that it needs no part of an "auto" one.
+        budgets were measured, so that it needs no part of an "auto" one. stored: how cold weights are made from files,
+        by name.
         """
         check_free(module, self.name)
         self._homes = homes
@@ -86,10 +89,10 @@ class Managed:
         self._keep_grad = keep_grad
         mappings = read_mappings()
         found = _mapped_files(mappings) if files is None else files
-        inventory = take_inventory(module, found, mappings=lambda: mappings)
+        inventory = take_inventory(module, found, stored=stored, mappings=lambda: mappings)
         self.attributes = inventory.attributes
         items = [item for item in inventory.items if not self._is_absent(item)]
-        rules = [classify(item.tensor, f"{self.name}.{item.names[0]}") for item in items]
+        rules = [_rule(item, f"{self.name}.{item.names[0]}") for item in items]
         try:
             self.parts = [self._part(item, rule, dtype_of) for item, rule in zip(items, rules, strict=True)]
             blocks = compiled_blocks(module, self.name)
@@ -127,7 +130,7 @@ class Managed:
 
     def _is_absent(self, item: Item) -> bool:
         """Whether a weight was left out on purpose (a half of a VAE that isn't needed): it stays cold."""
-        if not isinstance(item.tensor, StreamedWeight):
+        if not isinstance(item.tensor, StreamedWeight) or item.stored is not None:
             return False
         if item.tensor._entry.cache is not None:
             raise ManagedModuleError(f"{item.tensor._entry.name} is under offload already. Release that one first.")
@@ -156,7 +159,12 @@ class Managed:
         asked = dtype_of(item.names[0], item.dtype) if dtype_of and item.dtype.is_floating_point else ()
         casts = shortest(item.dtype, asked)
         target = casts[-1] if casts else item.dtype
-        if tensor.device == self.scope.device and target == item.dtype and not item.ranges and item.kind == "buffer":
+        if (
+            tensor.device == self.scope.device
+            and target == item.dtype
+            and not (item.ranges or item.stored)
+            and item.kind == "buffer"
+        ):
             part.untouched = True
             return part
         layout = Layout.of(tensor).with_dtype(target)
@@ -201,6 +209,8 @@ class Managed:
 
     def _master(self, part: Part, entry: Entry, tensor: torch.Tensor) -> Master:
         item = part.item
+        if item.stored is not None:
+            return stored_master(item.stored, self.scope.file)
         if item.ranges and part.rule.rule == "plain":
             where = item.ranges[0]
             return FileMaster(self.scope.file(where.path), where, item.dtype, self.scope.warm)
@@ -567,6 +577,12 @@ class Managed:
         if self._allowed_bytes:
             self.scope.ledger.allow("host", -self._allowed_bytes)
             self._allowed_bytes = 0
+
+
+def _rule(item: Item, name: str) -> TensorClass:
+    if item.stored is not None:
+        return TensorClass("StoredWeight", "plain", "dense bytes in files")
+    return classify(item.tensor, name)
 
 
 def _mapped_files(mappings: list[FileMapping] | None) -> list[Path]:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Protocol
 
 import torch
 
 from ..file_reader import FileRange, ReadBuffer, WeightFile
 from ..ledger import Reservation
+from ..stored_weight import StoredWeight
 from ..warm import WarmKey, WarmUse, content_sum
-from ._shape import as_bytes
+from ._shape import as_bytes, normal_mode
 
 Stop = Callable[[], bool]
 _CHUNK = 4 << 20
@@ -27,7 +29,7 @@ class Master(Protocol):
         """Fills `dest` (uint8, 1-D, CPU) with all bytes."""
 
     def chunks(self, buffer: ReadBuffer, stop: Stop | None = None) -> Iterator[tuple[int, torch.Tensor]]:
-        """(position in bytes, uint8 tensor valid until the next step); positions are multiples of 64."""
+        """(position in bytes, uint8 tensor valid until the next step); positions are multiples of the element size."""
 
     def rows(self, dest: torch.Tensor, row_bytes: int, rows: Sequence[int], buffer: ReadBuffer) -> None:
         """Fills `dest` with the given rows, each `row_bytes` long."""
@@ -103,6 +105,83 @@ class FileMaster:
 
     def close(self) -> None:
         """The file is shared; whoever opened it closes it."""
+
+
+class PiecesMaster:
+    """A weight that lies in several pieces, of one file or of many, each of whole elements."""
+
+    in_file = True
+
+    def __init__(self, pieces: Sequence[FileMaster], dtype: torch.dtype) -> None:
+        self.pieces, self.dtype, self.nbytes = pieces, dtype, sum(piece.nbytes for piece in pieces)
+
+    def read_into(self, dest: torch.Tensor, buffer: ReadBuffer, stop: Stop | None = None) -> None:
+        for start, piece in self._placed():
+            piece.read_into(dest[start : start + piece.nbytes], buffer, stop)
+
+    def chunks(self, buffer: ReadBuffer, stop: Stop | None = None) -> Iterator[tuple[int, torch.Tensor]]:
+        for start, piece in self._placed():
+            for position, chunk in piece.chunks(buffer, stop):
+                yield start + position, chunk
+
+    def rows(self, dest: torch.Tensor, row_bytes: int, rows: Sequence[int], buffer: ReadBuffer) -> None:
+        for index, row in enumerate(rows):
+            place = dest[index * row_bytes : (index + 1) * row_bytes]
+            start, piece = next((s, p) for s, p in self._placed() if s <= row * row_bytes < s + p.nbytes)
+            piece.rows(place, row_bytes, [row - start // row_bytes], buffer)
+
+    def _placed(self) -> Iterator[tuple[int, FileMaster]]:
+        start = 0
+        for piece in self.pieces:
+            yield start, piece
+            start += piece.nbytes
+
+    def close(self) -> None:
+        """The files are shared; whoever opened them closes them."""
+
+
+class MadeMaster:
+    """A matrix that isn't in the file as it is needed: the transpose of what is there, or the identity.
+
+    It is made whole each time it is read, outside the ledger: models have one or two such matrices, of a few MB.
+    """
+
+    in_file = True
+
+    def __init__(self, stored: StoredWeight, source: Master | None) -> None:
+        self._stored, self._source = stored, source
+        self.dtype, self.nbytes = stored.torch_dtype, stored.nbytes
+
+    def read_into(self, dest: torch.Tensor, buffer: ReadBuffer, stop: Stop | None = None) -> None:
+        dest.copy_(as_bytes(self._make(buffer, stop)))
+
+    def chunks(self, buffer: ReadBuffer, stop: Stop | None = None) -> Iterator[tuple[int, torch.Tensor]]:
+        yield 0, as_bytes(self._make(buffer, stop))
+
+    def rows(self, dest: torch.Tensor, row_bytes: int, rows: Sequence[int], buffer: ReadBuffer) -> None:
+        table = as_bytes(self._make(buffer, None)).view(-1, row_bytes)
+        torch.index_select(table, 0, torch.tensor(rows, dtype=torch.int64), out=dest.view(-1, row_bytes))
+
+    def _make(self, buffer: ReadBuffer, stop: Stop | None) -> torch.Tensor:
+        with normal_mode():
+            if self._source is None:
+                return torch.eye(self._stored.shape[0], dtype=self.dtype)
+            there = torch.empty(tuple(reversed(self._stored.shape)), dtype=self.dtype)
+            self._source.read_into(as_bytes(there), buffer, stop)
+            return there.t().contiguous()
+
+    def close(self) -> None:
+        """The file is shared; whoever opened it closes it."""
+
+
+def stored_master(stored: StoredWeight, open_file: Callable[[Path], WeightFile]) -> Master:
+    """The master of a weight that is made from files; `open_file` gives the reader of each."""
+    dtype = stored.torch_dtype
+    pieces = [FileMaster(open_file(piece.path), piece, dtype) for piece in stored.pieces]
+    if not pieces:
+        return MadeMaster(stored, None)
+    whole: Master = pieces[0] if len(pieces) == 1 else PiecesMaster(pieces, dtype)
+    return MadeMaster(stored, whole) if stored.how == "transposed" else whole
 
 
 class HostMaster:

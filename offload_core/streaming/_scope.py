@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from ..limits import (
 )
 from ..memory_host import Pins
 from ..settings import OffloadSettings, check_settings
+from ..stored_weight import StoredWeight
 from ..warm import WarmStore
 from ._accelerator import AcceleratorCopies, link_bytes
 from ._cache import WeightCache
@@ -91,6 +92,7 @@ class OffloadScope:
         added_bytes: int = 0,
         homes: Homes | None = None,
         was_there: bool = False,
+        stored: Mapping[str, StoredWeight] | None = None,
     ) -> Managed:
         """Takes a module under offload; see `Managed.attach` for the arguments.
 
@@ -108,6 +110,7 @@ class OffloadScope:
             added_bytes=added_bytes,
             homes=homes,
             was_there=was_there,
+            stored=stored,
         )
         self._managed.append(weakref.ref(managed))
         return managed

@@ -1,0 +1,42 @@
+"""Files that look like a model that is known here and aren't one: what they are, told by a few names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ..checkpoint import TensorEntry
+
+
+@dataclass(frozen=True)
+class NearMiss:
+    """what: ends a sentence that begins with the file. inside: texts of which each is in some name."""
+
+    what: str
+    advice: str
+    inside: tuple[str, ...]
+
+    def fits(self, tensors: Mapping[str, TensorEntry]) -> bool:
+        return all(any(text in name for name in tensors) for text in self.inside)
+
+
+_AS_LORA = "Give it as a LoRA of a model instead."
+_FOLDER = "Use the model's diffusers folder."
+
+NEAR_MISSES = (
+    NearMiss("is a LoRA, not a model", _AS_LORA, ("lora_A.",)),
+    NearMiss("is a LoRA, not a model", _AS_LORA, ("lora_down.",)),
+    NearMiss("is a LoRA, not a model", _AS_LORA, ("lora.down.",)),
+    NearMiss("is a LoHa or LoKr adapter, not a model", _AS_LORA, ("hada_w1",)),
+    NearMiss("is a LoHa or LoKr adapter, not a model", _AS_LORA, ("lokr_w",)),
+    NearMiss("is a ControlNet, which is no model of its own", _FOLDER, ("control_model.",)),
+    NearMiss("is a ControlNet, which is no model of its own", _FOLDER, ("controlnet_",)),
+    NearMiss("is a ControlNet, which is no model of its own", _FOLDER, ("input_hint_block.",)),
+    NearMiss("is a textual inversion, not a model", "It can't be used here yet.", ("emb_params",)),
+    NearMiss("holds Stable Diffusion 2's text encoder, which isn't known here", _FOLDER, ("cond_stage_model.model.",)),
+    NearMiss("is a vision encoder, which no model known here needs as a file", _FOLDER, ("vision_model.",)),
+    NearMiss("is a Stable Cascade model, which isn't known here", _FOLDER, ("clip_txt_mapper.",)),
+    NearMiss("is a HunyuanVideo model, which isn't known here as a file", _FOLDER, ("individual_token_refiner.",)),
+    NearMiss("is an AuraFlow model, which isn't known here as a file", _FOLDER, ("double_layers.0.attn.w2q",)),
+    NearMiss("is an LTX-Video model, which isn't known here as a file", _FOLDER, ("patchify_proj.",)),
+)

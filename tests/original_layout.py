@@ -1,0 +1,118 @@
+"""Tiny models in the layouts in which they are published: the tables of `single_files` read backwards."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from offload_core.single_files.layouts import LAYOUTS
+from offload_core.single_files.rules import Rule, fill_in
+
+_FIELD = re.compile(r"\{(\w+)\}")
+_FIELDS = {"n": r"\d+", "m": r"\d+", "p": "weight|bias", "rest": ".+"}
+Weights = dict[str, torch.Tensor]
+
+
+def component_weights(folder: Path) -> Weights:
+    """The weights of a component's folder, under the names that it saves them by."""
+    (file,) = sorted(folder.glob("*.safetensors"))
+    return load_file(file)
+
+
+def backwards(rules: Iterable[Rule], weights: Mapping[str, torch.Tensor]) -> Weights:
+    """The tensors from which `rules` make these weights. Every weight must come from one."""
+    found: Weights = {}
+    left = dict(weights)
+    for rule in rules:
+        if not rule.targets:
+            continue
+        for name in list(left):
+            match = _pattern(rule.targets[0]).fullmatch(name)
+            if match is None or name not in left:
+                continue
+            parts = [left.pop(fill_in(target, match.groupdict())) for target in rule.targets]
+            whole = torch.cat(parts) if len(parts) > 1 else parts[0]
+            if rule.how == "swapped":
+                whole = torch.cat(list(reversed(whole.chunk(2))))
+            if rule.how == "transposed":
+                whole = whole.t()
+            found[fill_in(rule.source, match.groupdict())] = whole.contiguous()
+    assert not left, f"no rule makes {sorted(left)[:5]}"
+    return found
+
+
+def layout_rules(name: str, shapes: Mapping[str, tuple[int, ...]]) -> list[Rule]:
+    """The rules of a layout for a part that has tensors of these names."""
+    (layout,) = [layout for layout in LAYOUTS if layout.name == name]
+    return list(layout.rules(shapes))
+
+
+def write_file(path: Path, parts: Mapping[str, Weights], extra: Mapping[str, torch.Tensor] | None = None) -> Path:
+    """One file with several parts, each under its prefix."""
+    tensors = {prefix + name: tensor for prefix, weights in parts.items() for name, tensor in weights.items()}
+    save_file({**tensors, **(extra or {})}, path)
+    return path
+
+
+def _pattern(template: str) -> re.Pattern[str]:
+    pieces = _FIELD.split(template)
+    text = [re.escape(piece) if i % 2 == 0 else f"(?P<{piece}>{_FIELDS[piece]})" for i, piece in enumerate(pieces)]
+    return re.compile("".join(text))
+
+
+# ------------------------------------------------------------------------------------ whole models of the tiny table
+
+
+def unet_names(inputs: int, outputs: int, downs: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+    """Just enough names of a UNet in its original layout for its rules."""
+    names = [f"input_blocks.{n}.0.op.weight" if n in downs else f"input_blocks.{n}.0.x" for n in range(inputs)]
+    return dict.fromkeys([*names, *(f"output_blocks.{n}.0.x" for n in range(outputs))], ())
+
+
+def tiny_unet(folder: Path) -> Weights:
+    rules = layout_rules("unet", unet_names(4, 4, (2,)))
+    return backwards(rules, component_weights(folder / "unet"))
+
+
+def tiny_vae(folder: Path) -> Weights:
+    return backwards(layout_rules("kl", {"decoder.up.2.x": ()}), component_weights(folder / "vae"))
+
+
+def tiny_clip(folder: Path) -> Weights:
+    """A CLIP text encoder under the names that every file uses; transformers 5.6 saves it without the first part."""
+    weights = component_weights(folder)
+    return {name if name.startswith("text_") else f"text_model.{name}": tensor for name, tensor in weights.items()}
+
+
+def tiny_open_clip(folder: Path) -> Weights:
+    return backwards(layout_rules("open_clip", {}), tiny_clip(folder))
+
+
+def tiny_flux(folder: Path) -> Weights:
+    return backwards(layout_rules("flux", {}), component_weights(folder / "transformer"))
+
+
+def checkpoint_parts(family: str, folder: Path) -> dict[str, Weights]:
+    """An all-in-one checkpoint of a tiny model: its parts by their prefix."""
+    if family == "sd15":
+        first = {"cond_stage_model.transformer.": tiny_clip(folder / "text_encoder")}
+        return {"model.diffusion_model.": tiny_unet(folder), "first_stage_model.": tiny_vae(folder), **first}
+    if family == "sdxl":
+        return {
+            "model.diffusion_model.": tiny_unet(folder),
+            "first_stage_model.": tiny_vae(folder),
+            "conditioner.embedders.0.transformer.": tiny_clip(folder / "text_encoder"),
+            "conditioner.embedders.1.model.": tiny_open_clip(folder / "text_encoder_2"),
+        }
+    if family == "flux":
+        return {
+            "model.diffusion_model.": tiny_flux(folder),
+            "vae.": tiny_vae(folder),
+            "text_encoders.clip_l.transformer.": tiny_clip(folder / "text_encoder"),
+            "text_encoders.t5xxl.transformer.": component_weights(folder / "text_encoder_2"),
+        }
+    raise ValueError(family)

@@ -1,0 +1,285 @@
+"""Models made of files: the same pictures as from a diffusers folder, nothing converted, and sentences for the rest."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import offload_core as po
+from offload_core.checkpoint import read_header
+from offload_core.errors import ModelError
+from offload_core.single_files import SplitFiles, resolve_files
+from offload_core.single_files.layouts import LAYOUTS
+from offload_core.single_files.rules import convert
+from offload_core.stored_weight import read_stored
+from original_layout import (
+    Weights,
+    checkpoint_parts,
+    component_weights,
+    tiny_clip,
+    tiny_flux,
+    tiny_open_clip,
+    tiny_unet,
+    tiny_vae,
+    write_file,
+)
+from staging import job, one_shot, staged, tiny_model, words
+
+TIGHT = po.OffloadSettings(device_memory="300kB", resident_below=0, activation_memory=0)
+
+
+def converted(path: Path, layout_name: str, prefix: str = "") -> Weights:
+    """What the streaming engine would read: every weight of a part, made from the file."""
+    (layout,) = [layout for layout in LAYOUTS if layout.name == layout_name]
+    header = read_header(path)
+    names = [name for name in header.tensors if name.startswith(prefix)]
+    shapes = {name.removeprefix(prefix): header.tensors[name].shape for name in names}
+    found = convert(path, header, prefix, layout.rules(shapes))
+    assert not found.unknown
+    return {name: read_stored(stored) for name, stored in found.stored.items()}
+
+
+def assert_same(ours: Weights, theirs: Weights) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert torch.equal(ours[name].view(tensor.shape), tensor), name
+
+
+def refusal(files: SplitFiles | Path | str) -> str:
+    with pytest.raises(ModelError) as refused:
+        po.load(files)
+    message = str(refused.value)
+    assert message.endswith((".", ")."))
+    return message
+
+
+# --------------------------------------------------------------------------- conversion, beside diffusers' own
+
+
+def test_unet_is_converted_as_diffusers_does(tmp_path: Path) -> None:
+    from diffusers.loaders.single_file_utils import convert_ldm_unet_checkpoint
+
+    folder = tiny_model("sdxl")
+    original = tiny_unet(folder)
+    file = write_file(tmp_path / "unet.safetensors", {"": original})
+    config = {"layers_per_block": 1, "addition_embed_type": "text_time"}
+    prefixed = {f"model.diffusion_model.{name}": tensor for name, tensor in original.items()}
+    assert_same(converted(file, "unet"), convert_ldm_unet_checkpoint(prefixed, config))
+
+
+@pytest.mark.parametrize("family", ["sd15", "flux"])
+def test_vae_is_converted_as_diffusers_does(family: str, tmp_path: Path) -> None:
+    from diffusers.loaders.single_file_utils import convert_ldm_vae_checkpoint
+
+    original = tiny_vae(tiny_model(family))
+    for name in list(original):  # attention was made of 1 x 1 convolutions
+        if ".attn_1." in name and original[name].dim() == 2:
+            original[name] = original[name][:, :, None, None].contiguous()
+    file = write_file(tmp_path / "vae.safetensors", {"vae.": original})
+    config = {"down_block_types": [""] * 3, "up_block_types": [""] * 3}
+    assert_same(converted(file, "kl", "vae."), convert_ldm_vae_checkpoint(dict(original), config))
+
+
+def test_open_clip_is_converted_as_diffusers_does(tmp_path: Path) -> None:
+    from diffusers.loaders.single_file_utils import convert_open_clip_checkpoint
+
+    original = tiny_open_clip(tiny_model("sdxl") / "text_encoder_2")
+    file = write_file(tmp_path / "clip_g.safetensors", {"": original})
+    assert_same(converted(file, "open_clip"), convert_open_clip_checkpoint(None, dict(original), prefix=""))
+
+
+def test_flux_is_converted_as_diffusers_does(tmp_path: Path) -> None:
+    """diffusers' converter knows one width only, 3072: so matrices of that many rows and of two columns."""
+    from diffusers.loaders.single_file_utils import convert_flux_transformer_checkpoint_to_diffusers
+
+    generator = torch.Generator().manual_seed(0)
+    original = {
+        name: torch.randn(tensor.shape[0] // 32 * 3072, *[2] * (tensor.dim() - 1), generator=generator)
+        if tensor.shape[0] % 32 == 0
+        else tensor
+        for name, tensor in tiny_flux(tiny_model("flux")).items()
+    }
+    file = write_file(tmp_path / "flux.safetensors", {"": original})
+    assert_same(converted(file, "flux"), convert_flux_transformer_checkpoint_to_diffusers(dict(original)))
+
+
+# ------------------------------------------------------------------------------------------------- pictures
+
+
+def pictures_of(family: str, files: SplitFiles, *, settings: Any = TIGHT, dtype: str = "auto") -> torch.Tensor:
+    pictures, session = staged(files, words(family), job(family, guided=True), dtype=dtype, seed=3, settings=settings)  # type: ignore[arg-type]
+    assert all(phase.leaked_bytes == 0 for phase in session.report.phases)
+    return pictures
+
+
+def expected(family: str) -> torch.Tensor:
+    call = {**words(family), **job(family, guided=True)}
+    return one_shot(tiny_model(family), dtype=torch.float32, seed=3, **call)[0]
+
+
+def test_checkpoint_gives_the_picture_of_its_folder_while_its_weights_are_streamed(tmp_path: Path) -> None:
+    """SDXL: UNet, VAE, CLIP, and OpenCLIP with fused q, k, v and a transposed projection, all from one file."""
+    folder = tiny_model("sdxl")
+    file = write_file(tmp_path / "model.safetensors", checkpoint_parts("sdxl", folder))
+    assert torch.equal(pictures_of("sdxl", SplitFiles(checkpoint=file, configs=folder)), expected("sdxl"))
+
+
+def test_split_files_give_the_picture_of_their_folder(tmp_path: Path) -> None:
+    """FLUX.1: fused rows, halves that change places, T5 with a tied table; everything resident this time."""
+    folder = tiny_model("flux")
+    denoiser, vae, clip, t5 = checkpoint_parts("flux", folder).values()
+    files = SplitFiles(
+        denoiser=write_file(tmp_path / "flux1-dev.safetensors", {"": denoiser}),
+        encoders=(
+            write_file(tmp_path / "t5xxl.safetensors", {"": t5}),
+            write_file(tmp_path / "clip_l.safetensors", {"": clip}),
+        ),
+        vae=write_file(tmp_path / "ae.safetensors", {"": vae}),
+        configs=folder,
+    )
+    assert torch.equal(pictures_of("flux", files, settings=None), expected("flux"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [TIGHT, None], ids=["streamed", "resident"])
+@pytest.mark.parametrize("family", ["sd15", "sdxl", "flux"])
+def test_every_family_gives_the_picture_of_its_folder_from_one_file(family: str, settings: Any, tmp_path: Path) -> None:
+    folder = tiny_model(family)
+    file = write_file(tmp_path / "model.safetensors", checkpoint_parts(family, folder))
+    files = SplitFiles(checkpoint=file, configs=folder)
+    assert torch.equal(pictures_of(family, files, settings=settings), expected(family))
+
+
+def test_part_given_by_itself_goes_before_the_checkpoints(tmp_path: Path) -> None:
+    folder = tiny_model("sd15")
+    parts = checkpoint_parts("sd15", folder)
+    file = write_file(tmp_path / "model.safetensors", parts)
+    vae = write_file(tmp_path / "other_vae.safetensors", {"": parts["first_stage_model."]})
+    source = resolve_files(SplitFiles(checkpoint=file, vae=vae, configs=folder))
+    assert source.components["vae"].weight_files == (vae,)
+    assert source.components["unet"].weight_files == (file,)
+
+
+# ------------------------------------------------------------------------------------------------- handles
+
+
+def test_handle_of_files_is_plain_data_and_notices_a_changed_file(tmp_path: Path) -> None:
+    folder = tiny_model("sd15")
+    file = write_file(tmp_path / "model.safetensors", checkpoint_parts("sd15", folder))
+    vae = write_file(tmp_path / "vae.safetensors", {"": tiny_vae(folder)})
+    handle = po.load(SplitFiles(checkpoint=file, vae=vae, configs=folder))
+    again = pickle.loads(pickle.dumps(handle))
+    assert again == handle and hash(again) == hash(handle)
+    source = handle.source()
+    source.check_unchanged()
+    write_file(vae, {"": {name: tensor + 1 for name, tensor in tiny_vae(folder).items()}})
+    with pytest.raises(ModelError, match=r"vae.safetensors has changed"):
+        source.check_unchanged()
+    with pytest.raises(ModelError, match="changed on disk"):
+        handle.source()
+
+
+def test_weights_of_a_file_are_neither_read_nor_copied_when_it_is_loaded(tmp_path: Path) -> None:
+    folder = tiny_model("sd15")
+    file = write_file(tmp_path / "model.safetensors", checkpoint_parts("sd15", folder))
+    header = read_header(file)
+    with file.open("r+b") as data:  # weights that would show in a picture, were they read before
+        data.seek(header.data_start)
+        data.write(b"\xff" * (header.file_bytes - header.data_start))
+    unet = resolve_files(SplitFiles(checkpoint=file, configs=folder)).components["unet"]
+    assert unet.stored is not None and unet.weight_bytes == sum(
+        tensor.nbytes for tensor in component_weights(folder / "unet").values()
+    )
+    assert list(tmp_path.iterdir()) == [file]
+
+
+# ------------------------------------------------------------------------------------- what can't be used
+
+
+def test_missing_part_is_named_with_how_to_give_it(tmp_path: Path) -> None:
+    folder = tiny_model("flux")
+    file = write_file(tmp_path / "flux1-dev.safetensors", {"": tiny_flux(folder)})
+    assert "--encoder FILE" in refusal(SplitFiles(denoiser=file, configs=folder))
+    clip = write_file(tmp_path / "clip_l.safetensors", {"": tiny_clip(folder / "text_encoder")})
+    assert "T5EncoderModel (text_encoder_2)" in refusal(SplitFiles(denoiser=file, encoders=(clip,), configs=folder))
+
+
+def test_file_that_the_model_has_no_use_for_is_refused(tmp_path: Path) -> None:
+    folder = tiny_model("sd15")
+    file = write_file(tmp_path / "model.safetensors", checkpoint_parts("sd15", folder))
+    t5 = write_file(tmp_path / "t5.safetensors", {"": component_weights(tiny_model("flux") / "text_encoder_2")})
+    assert "no use for" in refusal(SplitFiles(checkpoint=file, encoders=(t5,), configs=folder))
+    assert "Give it as what it is" in refusal(SplitFiles(checkpoint=file, vae=t5, configs=folder))
+
+
+def test_model_whose_sizes_are_not_known_is_a_near_miss(tmp_path: Path) -> None:
+    file = write_file(tmp_path / "tiny.safetensors", checkpoint_parts("sd15", tiny_model("sd15")))
+    message = refusal(file)
+    assert "tiny.safetensors' is near to what is known" in message and "instead of [320, 4, 3, 3]" in message
+
+
+@pytest.mark.parametrize(
+    ("names", "says"),
+    [
+        (("lora_unet_down.lora_down.weight",), "is a LoRA"),
+        (("control_model.input_hint_block.0.weight",), "ControlNet"),
+        (("cond_stage_model.model.transformer.resblocks.0.ln_1.weight",), "Stable Diffusion 2"),
+        (("something.else",), "holds no part of a model"),
+    ],
+)
+def test_other_files_are_called_what_they_are(names: tuple[str, ...], says: str, tmp_path: Path) -> None:
+    save_file({name: torch.zeros(2) for name in names}, tmp_path / "x.safetensors")
+    assert says in refusal(tmp_path / "x.safetensors")
+
+
+def test_packed_weights_are_refused_by_what_they_are(tmp_path: Path) -> None:
+    folder = tiny_model("sd15")
+    parts = checkpoint_parts("sd15", folder)
+    unet = {name: tensor.to(torch.float8_e4m3fn) for name, tensor in parts["model.diffusion_model."].items()}
+    file = write_file(tmp_path / "fp8.safetensors", {**parts, "model.diffusion_model.": unet})
+    assert "as fp8 (e4m3)" in refusal(SplitFiles(checkpoint=file, configs=folder))
+    scaled = {**unet, "input_blocks.0.0.scale_weight": torch.ones(1)}
+    file = write_file(tmp_path / "scaled.safetensors", {**parts, "model.diffusion_model.": scaled})
+    assert "as scaled fp8 (e4m3)" in refusal(SplitFiles(checkpoint=file, configs=folder))
+
+
+def test_damaged_and_foreign_files_are_refused_alike_on_every_route(tmp_path: Path) -> None:
+    folder = tiny_model("sd15")
+    good = write_file(tmp_path / "good.safetensors", checkpoint_parts("sd15", folder))
+    bad = {
+        "empty.safetensors": b"",
+        "longer.safetensors": good.read_bytes() + b"x",
+        "shorter.safetensors": good.read_bytes()[:-1],
+        "model.ckpt": b"\x80\x02}q\x00.",
+        "packed.gguf": b"GGUF\x03\x00\x00\x00",
+        "renamed.safetensors": b"GGUF\x03\x00\x00\x00",
+        "model-00001-of-00002.safetensors": good.read_bytes(),
+    }
+    says = ("is empty", "bytes too many", "cut short", "can run code", "is a GGUF", "is a GGUF", "several shards")
+    for (name, content), expect in zip(bad.items(), says, strict=True):
+        file = tmp_path / name
+        file.write_bytes(content)
+        message = refusal(file)
+        assert expect in message
+        assert refusal(SplitFiles(checkpoint=good, vae=file, configs=folder)) == message
+    assert "does not exist" in refusal(tmp_path / "gone.safetensors")
+    (tmp_path / "folder.safetensors").mkdir()
+    assert "empty folder" in refusal(tmp_path / "folder.safetensors")
+    assert "not a regular file" in refusal(SplitFiles(checkpoint=tmp_path / "folder.safetensors", configs=folder))
+
+
+def test_other_names_of_a_file_mean_the_same_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tiny_model("sd15")
+    file = write_file(tmp_path / "model.safetensors", checkpoint_parts("sd15", folder))
+    link = tmp_path / "links" / "model.safetensors"
+    link.parent.mkdir()
+    link.symlink_to(file)
+    monkeypatch.chdir(tmp_path)
+    names = (file, link, "model.safetensors", f"{link.parent}/../model.safetensors")
+    prints = {po.load(SplitFiles(checkpoint=name, configs=folder)).fingerprint for name in names}
+    assert len(prints) == 1
