@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from . import _picture_files as files
 from ._console import Terminal
 from ._memory_options import memory_settings
+from ._model_options import add_file_arguments, chosen_model
 from .errors import BudgetError, InputError, TraceError
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ CHART_FORMATS = (".png", ".svg")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--model", metavar="MODEL", help="model folder, or the name of a known model (--list shows them)"
+        "--model", metavar="MODEL", help="model folder or file, or the name of a known model (--list shows them)"
     )
     parser.add_argument("--prompt", metavar="TEXT", help="default: one of common length")
     parser.add_argument("--negative-prompt", metavar="TEXT")
@@ -39,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--chart", type=Path, metavar="FILE", help="draw the memory over time, as a picture (.png) or a drawing (.svg)"
     )
     parser.add_argument("--list", action="store_true", help="list the known models and machines")
+    add_file_arguments(parser)
 
 
 def run(args: argparse.Namespace, terminal: Terminal) -> None:
@@ -46,8 +48,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> None:
     if args.list:
         terminal.say(_listing())
         return
-    if not args.model:
-        raise InputError("Give a model: --model DIR, or --model NAME with a name of --list.")
+    model = chosen_model(args)
     for path in filter(None, (args.json, args.chart)):
         files.check_writable(path)
     _check_chart_file(args.chart)
@@ -57,7 +58,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> None:
     settings = replace(memory_settings(args), execution_device=args.device)
     with terminal.session() as session:
         found = foresee_job(
-            args.model,
+            model,
             args.prompt,
             args.negative_prompt,
             settings=settings,
@@ -79,7 +80,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> None:
 
 
 def plan_first(
-    terminal: Terminal, session: Any, args: argparse.Namespace, settings: Any, negative: Any, **options: Any
+    terminal: Terminal, session: Any, model: Any, args: argparse.Namespace, settings: Any, negative: Any, **options: Any
 ) -> Any:
     """What is foreseen for the job of `generate` that is about to run, told in one line; None if it isn't to go by."""
     import offload_core
@@ -90,7 +91,7 @@ def plan_first(
     asked = {"seed": args.seed, **options}
     try:
         found = offload_core.foresee_job(
-            args.model, args.prompt, negative, settings=settings, dtype=args.dtype, session=session, **asked
+            model, args.prompt, negative, settings=settings, dtype=args.dtype, session=session, **asked
         )
     except TraceError as error:
         terminal.note(f"No plan: {error}")

@@ -18,6 +18,7 @@ from . import __version__, demo
 from . import _picture_files as files
 from ._console import InterruptFlag, Terminal, quiet_libraries
 from ._memory_options import add_memory_arguments, add_preset_argument, memory_settings
+from ._model_options import add_file_arguments, chosen_model
 from .errors import InputError, InsufficientMemoryError, OffloadError
 
 #: Exit code -> what it means, as --help and the README list them.
@@ -81,12 +82,7 @@ def finish(terminal: Terminal, report: Any, report_file: Path | None, written: S
 
 
 def _generate_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--model",
-        required=True,
-        metavar="DIR",
-        help="model folder (it has a model_index.json or a modular_model_index.json)",
-    )
+    parser.add_argument("--model", metavar="MODEL", help="model folder, or checkpoint file")
     parser.add_argument("--prompt", required=True, metavar="TEXT", help="what the picture should show")
     parser.add_argument("--negative-prompt", metavar="TEXT", help="what it should not show")
     parser.add_argument("--width", type=int, metavar="PIXELS", help="default: the model's own")
@@ -114,6 +110,7 @@ def _generate_arguments(parser: argparse.ArgumentParser) -> None:
         "replaced; several pictures become NAME-0.png, NAME-1.png, ... (phase-offload.png)",
     )
     parser.add_argument("--no-plan", action="store_true", help="don't foretell memory and time, just run")
+    add_file_arguments(parser)
     add_preset_argument(parser)
     add_memory_arguments(parser)
 
@@ -124,7 +121,8 @@ def _generate(args: argparse.Namespace, terminal: Terminal) -> None:
         import offload_core
 
         settings = memory_settings(args)
-        handle = offload_core.load(args.model, device=args.device, dtype=args.dtype, settings=settings)
+        model = chosen_model(args)
+        handle = offload_core.load(model, device=args.device, dtype=args.dtype, settings=settings)
         video = handle.makes_video
         files.check_picture_file(args.output, video=video)
         options = _denoise_options(args, handle)
@@ -136,7 +134,7 @@ def _generate(args: argparse.Namespace, terminal: Terminal) -> None:
         if not args.no_plan:
             from ._plan_command import plan_first
 
-            found = plan_first(terminal, session, args, settings, negative, **options)
+            found = plan_first(terminal, session, model, args, settings, negative, **options)
         plan = found.plan if found is not None else None
         embeds = offload_core.encode(handle, args.prompt, negative, session=session, plan=plan)
         latents = offload_core.denoise(handle, embeds, seed=args.seed, session=session, plan=plan, **options)

@@ -19,6 +19,7 @@ from .limits import Memory, auto_device_budget, auto_host_budget, parse_budget, 
 from .plan import Limits, PhaseJob, Plan, plan_job
 from .rates import measured_rates, rates_of
 from .settings import OffloadSettings
+from .single_files.split_files import SplitFiles
 from .small_files import cache_folder
 from .trace_store import TraceStore, asked_embeds, asked_images, asked_of, asked_plain, asked_values
 
@@ -60,7 +61,7 @@ class Foresight:
 
 
 def foresee_job(
-    model: str | os.PathLike[str],
+    model: str | os.PathLike[str] | SplitFiles,
     prompt: Any = None,
     negative_prompt: Any = None,
     *,
@@ -253,12 +254,13 @@ def _noted(
 
 @contextlib.contextmanager
 def _opened(
-    model: str | os.PathLike[str], dtype: str, settings: OffloadSettings, loras: Sequence[Any]
+    model: str | os.PathLike[str] | SplitFiles, dtype: str, settings: OffloadSettings, loras: Sequence[Any]
 ) -> Iterator[tuple[Handle, ModelSource | None, dict[str, Any], str]]:
     """A handle for tracing on the CPU. A folder goes before a known model of the same name."""
     from .phases import Handle, as_loras, load
 
-    known = known_model(str(model)) if not os.path.isdir(model) else None
+    named = isinstance(model, str | os.PathLike) and not os.path.isdir(model)
+    known = known_model(str(model)) if named else None
     if known is None:
         handle = load(model, device="cpu", dtype=dtype, settings=settings, loras=loras)
         yield handle, None, {}, _name_of(handle.model)

@@ -309,6 +309,9 @@ def _existing_folder(model: str | os.PathLike[str]) -> Path:
             what = "is neither a folder nor a file of weights"
             advice = "Give the folder that holds model_index.json, or a .safetensors file."
             raise ModelError(f"{show(text, 250)} {what}. {advice}")
+        snapshot = _cached_snapshot(text)
+        if snapshot is not None:
+            return snapshot
         siblings = [entry.name for entry in path.parent.iterdir() if entry.is_dir()] if path.parent.is_dir() else []
     except RuntimeError:
         raise ModelError(f"{show(text, 250)} names a home folder that isn't there. Give the full path.") from None
@@ -322,6 +325,20 @@ def _existing_folder(model: str | os.PathLike[str]) -> Path:
     if re.fullmatch(r"[\w.-]+/[\w.-]+", text):
         advice = f"If it is a Hub id: nothing is downloaded here; run `hf download {text} --local-dir FOLDER` first."
     raise ModelError(f"There is no model folder {show(text, 250)}. {advice}")
+
+
+def _cached_snapshot(text: str) -> Path | None:
+    """The folder of a Hub id in the Hub's cache on this machine; None if it isn't an id or isn't there."""
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", text):
+        return None
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        folder = Path(snapshot_download(text, local_files_only=True))
+    except (HFValidationError, LocalEntryNotFoundError):
+        return None
+    return folder if os.path.lexists(folder / "model_index.json") else None
 
 
 def _not_a_model(path: Path) -> str:

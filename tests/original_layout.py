@@ -116,3 +116,61 @@ def checkpoint_parts(family: str, folder: Path) -> dict[str, Weights]:
             "text_encoders.t5xxl.transformer.": component_weights(folder / "text_encoder_2"),
         }
     raise ValueError(family)
+
+
+# ------------------------------------------------------------------------------------- files of the published sizes
+
+#: By known model: the prefix and layout of each component in one file, and names that the layout's rules ask for.
+FULL_SIZE: dict[str, dict[str, tuple[str, str, dict[str, tuple[int, ...]]]]] = {
+    "sd1.5": {
+        "unet": ("model.diffusion_model.", "unet", unet_names(12, 12, (3, 6, 9))),
+        "vae": ("first_stage_model.", "kl", {"decoder.up.3.x": ()}),
+        "text_encoder": ("cond_stage_model.transformer.", "clip", {}),
+    },
+    "sdxl": {
+        "unet": ("model.diffusion_model.", "unet", unet_names(9, 9, (3, 6))),
+        "vae": ("first_stage_model.", "kl", {"decoder.up.3.x": ()}),
+        "text_encoder": ("conditioner.embedders.0.transformer.", "clip", {}),
+        "text_encoder_2": ("conditioner.embedders.1.model.", "open_clip", {}),
+    },
+    "flux.1-dev": {
+        "transformer": ("model.diffusion_model.", "flux", {}),
+        "vae": ("vae.", "kl", {"decoder.up.3.x": ()}),
+        "text_encoder": ("text_encoders.clip_l.transformer.", "clip", {}),
+        "text_encoder_2": ("text_encoders.t5xxl.transformer.", "t5", {}),
+    },
+}
+FULL_SIZE["flux.1-schnell"] = FULL_SIZE["flux.1-dev"]
+
+
+def full_size_file(path: Path, family: str) -> Path:
+    """A checkpoint with the names and shapes of a published model, in float16. Its data is a hole in the file."""
+    import json
+
+    from offload_core.known import known_model
+    from offload_core.model_source import ComponentSource
+    from offload_core.phases._components import _skeleton
+
+    model = known_model(family)
+    assert model is not None
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, (prefix, layout, needed) in FULL_SIZE[family].items():
+        part = model.components[name]
+        source = ComponentSource(name, part["library"], part["class"], path.parent, part["config"], described=True)
+        module = _skeleton(source, torch.float16, torch.device("cpu"))
+        weights = {key: tensor.to("meta") for key, tensor in module.state_dict().items()}
+        if "CLIP" in part["class"]:
+            weights = {key if key.startswith("text_") else f"text_model.{key}": t for key, t in weights.items()}
+        weights.pop("encoder.embed_tokens.weight", None)  # tied to shared.weight
+        original = backwards(layout_rules(layout, needed), weights)
+        shapes |= {prefix + key: tuple(tensor.shape) for key, tensor in original.items()}
+    header, position = {}, 0
+    for key, shape in shapes.items():
+        end = position + torch.Size(shape).numel() * 2
+        header[key] = {"dtype": "F16", "shape": list(shape), "data_offsets": [position, end]}
+        position = end
+    raw = json.dumps(header).encode()
+    with path.open("wb") as file:
+        file.write(len(raw).to_bytes(8, "little") + raw)
+        file.truncate(8 + len(raw) + position)
+    return path

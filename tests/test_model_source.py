@@ -658,7 +658,7 @@ def test_impossible_path_is_refused(name: str) -> None:
 
 
 def test_other_things_than_a_model_folder_are_called_what_they_are(model: Path, tmp_path: Path) -> None:
-    assert "no denoiser" in refusal(model / "vae" / UNET)
+    assert "holds no part" in refusal(model / "vae" / UNET)
     assert "Give the folder" in refusal(model / "model_index.json")
     assert "one component" in refusal(model / "unet")
     empty = tmp_path / "empty"

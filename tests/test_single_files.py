@@ -18,9 +18,11 @@ from offload_core.single_files.layouts import LAYOUTS
 from offload_core.single_files.rules import convert
 from offload_core.stored_weight import read_stored
 from original_layout import (
+    FULL_SIZE,
     Weights,
     checkpoint_parts,
     component_weights,
+    full_size_file,
     tiny_clip,
     tiny_flux,
     tiny_open_clip,
@@ -283,3 +285,128 @@ def test_other_names_of_a_file_mean_the_same_model(tmp_path: Path, monkeypatch: 
     names = (file, link, "model.safetensors", f"{link.parent}/../model.safetensors")
     prints = {po.load(SplitFiles(checkpoint=name, configs=folder)).fingerprint for name in names}
     assert len(prints) == 1
+
+
+# ------------------------------------------------------------------- models that are described in this project
+
+
+def host_tokenizers(folder: Path) -> Path:
+    """Tokenizers where ComfyUI has its own."""
+    from offload_core.known import _tokenizers
+
+    _tokenizers.clip_tokenizer().save_pretrained(folder / "sd1_tokenizer")
+    _tokenizers.t5_tokenizer().save_pretrained(folder / "text_encoders" / "t5_tokenizer")
+    return folder
+
+
+@pytest.mark.parametrize(
+    "family",
+    ["sd1.5", *(pytest.param(name, marks=pytest.mark.slow) for name in FULL_SIZE if name != "sd1.5")],
+)
+def test_published_checkpoint_needs_no_configs(family: str, tmp_path: Path) -> None:
+    """The file has the published names and shapes, and a hole for data. Every weight of every class finds its place."""
+    from offload_core.known import known_model
+    from offload_core.phases._components import _skeleton
+    from offload_core.phases._stored import bind_stored
+
+    file = full_size_file(tmp_path / "model.safetensors", family)
+    source = resolve_files(SplitFiles(checkpoint=file, tokenizers=host_tokenizers(tmp_path / "comfy")))
+    model = known_model(family)
+    assert model is not None and source.notes == (f"Recognised as {model.title}.",)
+    assert source.pipeline_class == model.pipeline
+    for name, part in source.components.items():
+        if part.has_weights:
+            module = _skeleton(part, torch.float16, torch.device("cpu"))
+            bind_stored(module, part)
+            assert part.weight_bytes // 2 == model.components[name]["parameters"] + (
+                model.components[name].get("stored_buffer_elements") or 0
+            )
+
+
+def test_tokenizers_come_from_a_folder_that_is_named_and_a_sentence_says_so(tmp_path: Path) -> None:
+    from offload_core.single_files.tokenizers import find_tokenizer
+
+    comfy = host_tokenizers(tmp_path / "ComfyUI" / "comfy")
+    folders = [str(comfy)]
+    assert find_tokenizer("tokenizer", "CLIPTokenizer", folders, "SDXL") == comfy / "sd1_tokenizer"
+    assert find_tokenizer("tokenizer_2", "T5TokenizerFast", folders, "FLUX") == comfy / "text_encoders/t5_tokenizer"
+    flux = [str(tiny_model("flux"))]
+    assert find_tokenizer("tokenizer_3", "T5TokenizerFast", flux, "SD3").name == "tokenizer_2"
+    with pytest.raises(ModelError, match=r"SDXL needs CLIP's tokenizer, .*--tokenizers FOLDER"):
+        find_tokenizer("tokenizer", "CLIPTokenizer", [str(tmp_path / "nothing")], "SDXL")
+
+
+def test_options_of_a_described_tokenizer_are_the_models_own(tmp_path: Path) -> None:
+    """SDXL's second encoder is padded with '!', whatever the folder says that the vocabulary is from."""
+    from offload_core.model_source import ComponentSource
+    from offload_core.phases._pipeline import _load_part
+
+    folder = host_tokenizers(tmp_path) / "sd1_tokenizer"
+    options = {"model_max_length": 77, "pad_token": "!"}
+    part = ComponentSource("tokenizer_2", "transformers", "CLIPTokenizer", folder, options, described=True)
+    assert _load_part(part).pad_token == "!"
+
+
+# ------------------------------------------------------------------------------------------------- lists
+
+
+def test_list_says_what_each_file_is_and_looks_at_a_file_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from offload_core.single_files import listing
+
+    folder = tiny_model("sd15")
+    parts = checkpoint_parts("sd15", folder)
+    (tmp_path / "below").mkdir()
+    write_file(tmp_path / "below" / "whole.safetensors", parts)
+    write_file(tmp_path / "vae.safetensors", {"": parts["first_stage_model."]})
+    (tmp_path / "broken.safetensors").write_bytes(b"\xff" * 20)
+    files = listing.ModelFiles()
+    found = files.list([tmp_path, tmp_path / "nowhere"])
+    assert list(found) == ["below/whole.safetensors", "broken.safetensors", "vae.safetensors"]
+    assert found["below/whole.safetensors"].is_whole and not found["vae.safetensors"].is_whole
+    assert found["vae.safetensors"].roles == ("vae",) and found["broken.safetensors"].roles == ()
+    monkeypatch.setattr(listing, "_look_at", lambda path: pytest.fail(f"{path} was looked at again"))
+    assert files.list([tmp_path]) == found
+
+
+def test_list_tells_families_apart_by_sizes(tmp_path: Path) -> None:
+    from offload_core.single_files import list_model_files
+
+    full_size_file(tmp_path / "a.safetensors", "sd1.5")
+    listed = list_model_files([tmp_path])["a.safetensors"]
+    assert listed.families == ("sd1.5",) and not listed.packed
+
+
+# ------------------------------------------------------------------------------------------ names of models
+
+
+def test_command_line_names_files_part_by_part() -> None:
+    import argparse
+
+    from offload_core._model_options import add_file_arguments, chosen_model
+    from offload_core.errors import InputError
+
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model")
+    add_file_arguments(parser)
+    given = "--denoiser d --encoder a --encoder b --vae v --tokenizers t".split()
+    expect = SplitFiles(denoiser="d", encoders=("a", "b"), vae="v", tokenizers=("t",))
+    assert chosen_model(parser.parse_args(given)) == expect
+    assert chosen_model(parser.parse_args(["--model", "m.safetensors"])) == "m.safetensors"
+    with pytest.raises(InputError, match="--vae goes with files"):
+        chosen_model(parser.parse_args(["--model", str(Path.cwd()), "--vae", "v"]))
+    with pytest.raises(InputError, match="Give a model"):
+        chosen_model(parser.parse_args([]))
+
+
+def test_hub_id_means_its_cached_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    repo = tmp_path / "models--someone--tiny"
+    (repo / "refs").mkdir(parents=True)
+    (repo / "refs" / "main").write_text("abc")
+    (repo / "snapshots").mkdir()
+    (repo / "snapshots" / "abc").symlink_to(tiny_model("sd15"), target_is_directory=True)
+    assert po.load("someone/tiny").pipeline == "StableDiffusionPipeline"
+    with pytest.raises(ModelError, match="hf download someone/other"):
+        po.load("someone/other")

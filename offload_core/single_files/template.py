@@ -25,7 +25,7 @@ FAMILIES = (
     "flux.1-schnell",
     "flux.1-kontext-dev",
 )
-_SAME_FILES = {"flux.1-kontext-dev": "flux.1-dev"}
+ALIKE = {"flux.1-kontext-dev": "flux.1-dev"}
 #: Parts that a pipeline can do without and single files don't have.
 _LEFT_OUT = {"safety_checker", "feature_extractor", "image_encoder", "image_processor"}
 
@@ -60,7 +60,7 @@ def known_templates(family: str) -> list[Template]:
     Raises ModelError for a name that isn't one of them.
     """
     if family == "auto":
-        told = [name for name in FAMILIES if name not in _SAME_FILES]
+        told = [name for name in FAMILIES if name not in ALIKE]
         return [_described(model) for name in told if (model := known_model(name)) is not None]
     model = known_model(family)
     if model is None or model.name not in FAMILIES:
