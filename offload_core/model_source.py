@@ -238,14 +238,17 @@ def _read_listed(
         if not _is_listed(value):
             continue
         spec = value[2]
-        place, kind = spec.get("subfolder") or name, spec["type_hint"]
+        place, hint = spec.get("subfolder") or name, spec["type_hint"]
+        if hint[0] is not None and not is_allowed_library(hint[0]):
+            raise folder.error(index_path, f"takes the class of {show(name)} from {show(hint[0])}", TRUST_ADVICE)
+        kind = hint if value[1] is None else value[:2]  # what it was, before what its block asks for
         if plain_parts(str(place)) != [place]:
             what = f"names the folder {show(place)} of {show(name)}, which is no plain folder name"
             raise folder.error(index_path, what, "Get the model from a source that you trust.")
         if (folder.root / place).is_dir():
             components[name] = replace(_read_component(folder, index_path, place, kind, record), name=name)
-        elif spec.get("pretrained_model_name_or_path"):
-            elsewhere[name] = str(spec["pretrained_model_name_or_path"])
+        elif source := spec.get("pretrained_model_name_or_path") or spec.get("repo"):
+            elsewhere[name] = str(source)
     return components, elsewhere
 
 
@@ -373,7 +376,7 @@ def _check_pipeline(folder: ModelFolder, index_path: Path, class_name: Any, save
 
 def _is_listed(value: Any) -> bool:
     """Whether an entry of modular_model_index.json is a component."""
-    spec = value[2] if isinstance(value, list) and len(value) == 3 else None
+    spec = value[2] if isinstance(value, list) and len(value) == 3 and _is_component(value[:2]) else None
     return isinstance(spec, dict) and _is_component(spec.get("type_hint"))
 
 

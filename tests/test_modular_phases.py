@@ -397,6 +397,16 @@ def test_an_index_that_gives_no_phases_is_refused_with_the_reason(
         po.load(anima)
 
 
+def test_a_guider_in_the_folder_goes_before_that_of_the_blocks(anima: Path) -> None:
+    diffusers.ClassifierFreeGuidance(guidance_scale=2.5, stop=0.5).save_pretrained(anima / "guider")
+    kind = ["diffusers", "ClassifierFreeGuidance"]
+    index_of(anima, guider=[*kind, {"type_hint": kind, "subfolder": "guider"}])
+    handle = po.load(anima, device="cpu")
+    assert handle.defaults["guidance_scale"] == 2.5
+    with po.open_phase(handle) as phase:
+        assert phase.pipeline.guider.config.stop == 0.5
+
+
 def test_blocks_without_a_denoise_block_are_refused(anima: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(AnimaAutoBlocks, "block_names", ["text_encoder", "vae_encoder", "loop", "decode"])
     with pytest.raises(ModelError, match="none called denoise, so it has no phases.*open_block"):
