@@ -10,7 +10,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +109,13 @@ def _generate_arguments(parser: argparse.ArgumentParser) -> None:
         help="picture to write: .png, .jpg, .webp; a video as .gif, .webp or a sequence of .png. An existing file is "
         "replaced; several pictures become NAME-0.png, NAME-1.png, ... (phase-offload.png)",
     )
+    parser.add_argument(
+        "--prompt-cache",
+        type=Path,
+        metavar="DIR",
+        help="keep what encoders answer in this folder, made if it isn't there: a prompt that was encoded before loads "
+        "no encoder. It holds no words of prompts",
+    )
     parser.add_argument("--no-plan", action="store_true", help="don't foretell memory and time, just run")
     add_file_arguments(parser)
     add_preset_argument(parser)
@@ -121,6 +128,8 @@ def _generate(args: argparse.Namespace, terminal: Terminal) -> None:
         import offload_core
 
         settings = memory_settings(args)
+        if args.prompt_cache is not None:
+            settings = replace(settings, prompt_cache_folder=str(args.prompt_cache))
         model = chosen_model(args)
         handle = offload_core.load(model, device=args.device, dtype=args.dtype, settings=settings)
         video = handle.makes_video

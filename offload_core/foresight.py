@@ -92,7 +92,7 @@ def foresee_job(
     rates = rates or (rates_of(machine) if machine else measured_rates(device))
     learnt = None if machine else Learnt(device, rates)
     with _opened(model, dtype, settings, loras) as (handle, source, defaults, title):
-        from .phases import foresee
+        from .phases import foresee, trace_cached_encode
 
         call = {**defaults, **pipeline_kwargs}
         prompt = USUAL_PROMPT if prompt is None else prompt
@@ -110,6 +110,10 @@ def foresee_job(
             store.ways([name, *asked], lambda place=place: traced()[place])  # type: ignore[misc]
             for place, name in enumerate(("encode", "denoise", "decode"))
         ]
+        if session is not None and machine is None and source is None:
+            here, asked_of_encode = replace(handle, device=str(device)), {k: v for k, v in call.items() if k != "seed"}
+            answered = trace_cached_encode(here, prompt, negative_prompt, session=session, **asked_of_encode)
+            ways[0] = iter([answered]) if answered is not None else ways[0]
         there = machine.title if machine else device_title(device)
         return _planned(ways, limits, rates, (title, there), handle.pipeline, learnt)
 

@@ -107,7 +107,7 @@ class Engine:
         self._note("latents_from_samples")
         return Latents(samples / 2)
 
-    def purge(self, device: str = "auto") -> Purged:
+    def purge(self, device: str = "auto", session: Any = None) -> Purged:
         self._note("purge", device=device)
         return Purged()
 

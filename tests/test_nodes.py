@@ -514,6 +514,34 @@ def test_purge_gives_back_the_very_same_thing_and_a_sentence(runner: GraphRunner
     assert sentence.startswith("Freed ")
 
 
+def test_the_next_prompt_encodes_without_an_encoder_and_reads_no_file_where_the_model_is_warm(
+    runner: GraphRunner, host: SpokenHost, tmp_path: Path
+) -> None:
+    def run(on: GraphRunner, *, warm: bool, **job: Any) -> torch.Tensor:
+        graph = graph_of("sd15", steps=1, **job)
+        graph["load"]["inputs"]["warm"] = warm
+        return results_of(on, graph)["decode"].values[0]
+
+    def figures() -> list[tuple[str, int, int]]:
+        phases, runner.state.report.phases[:] = runner.state.report.phases[:], []
+        return [(phase.name, phase.weight_bytes, phase.bytes_read) for phase in phases]
+
+    run(runner, warm=True, seed=1)
+    cold = figures()
+    assert [name for name, *_ in cold] == ["encode", "denoise", "decode"]
+    assert all(weights and read for _, weights, read in cold)
+    runner.forget()  # the graph's own results are gone
+    picture = run(runner, warm=True, seed=2, width=48)
+    assert figures() == [("encode", 0, 0), *((name, weights, 0) for name, weights, _ in cold[1:])]
+    assert "from the cache" in host.said["encode"]
+    assert "weren't read from files" in host.said["denoise"]
+    other = GraphRunner(LocalHost(host.model_roots()), output_dir=tmp_path / "other")
+    assert torch.equal(picture, run(other, warm=False, seed=2, width=48))
+    assert runner.state.warm.held_bytes > other.state.warm.held_bytes == 0
+    call(runner, "PhaseOffloadPurgeCache", anything=None)
+    assert runner.state.warm.held_bytes == runner.state.prompt_cache.held_bytes == 0
+
+
 def test_out_of_memory_makes_the_host_make_room(
     runner: GraphRunner, host: SpokenHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -119,6 +119,7 @@ def comfy_api(new: bool) -> types.SimpleNamespace:
         Int=socket("INT", number),
         Float=socket("FLOAT", f"default min max step round {more}"),
         String=socket("STRING", f"default multiline placeholder {more}"),
+        Boolean=socket("BOOLEAN", f"default label_on label_off {more}"),
         Combo=socket("COMBO", f"default options control_after_generate {more}"),
         Image=socket("IMAGE"),
         Mask=socket("MASK"),
@@ -221,9 +222,10 @@ def test_an_unusable_budget_is_one_sentence_when_load_runs(io: Any, state: PackS
 def test_inputs_that_came_later_are_optional_and_last(io: Any, state: PackState) -> None:
     """Saved workflows list the values of widgets by order, and saved API graphs lack the new names."""
     inputs = classes(state)["PhaseOffloadLoad"].define_schema().inputs
-    assert [spec.id for spec in inputs] == ["model", "dtype", "device", "device_memory", "host_memory", "settings"]
-    assert [spec.settings.get("optional", False) for spec in inputs] == [False, False, False, True, True, True]
-    assert [spec.settings["default"] for spec in inputs[3:5]] == ["auto", "auto"]
+    names = ["model", "dtype", "device", "device_memory", "host_memory", "warm", "settings"]
+    assert [spec.id for spec in inputs] == names
+    assert [spec.settings.get("optional", False) for spec in inputs] == [False] * 3 + [True] * 4
+    assert [spec.settings["default"] for spec in inputs[3:6]] == ["auto", "auto", False]
     for spec in inputs[3:5]:
         for spelling in ("auto", "6GiB", "60%", "leave 2GiB"):
             assert spelling in spec.settings["tooltip"]

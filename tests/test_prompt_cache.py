@@ -17,10 +17,14 @@ from lora_files import make_lora
 from offload_core.phases._answers import encoder_mark
 from offload_core.phases._plain import Plain
 from offload_core.phases._ports import RecordingPort, Records
+from offload_core.plan import Rates
 from offload_core.plan_table import plan_line
 from offload_core.prompt_cache import PromptCache
 from staging import job, staged, tiny_model, words
 
+SMALL = {"height": 32, "width": 32, "num_inference_steps": 1}
+RATES = Rates({"float32": 1e9}, 1e9, 1e-6, disk_bytes_per_s=1e6, cached_bytes_per_s=1e7)
+ON_CPU = po.OffloadSettings(execution_device="cpu")
 TEXT = {"prompt": "a red circle", "negative_prompt": "fog"}
 
 
@@ -101,16 +105,24 @@ def test_another_denoiser_or_a_lora_on_it_needs_no_encoder(copied: Path, tmp_pat
 
 def test_a_plan_says_that_nothing_is_loaded_and_the_run_keeps_to_it() -> None:
     session, handle = po.Session(), po.load(tiny_model("sd15"), device="cpu")
-    before = po.foresee_encode(handle, **TEXT, session=session)
+    before = po.foresee_encode(handle, **TEXT, session=session, rates=RATES)
     po.encode(handle, **TEXT, session=session)
-    after = po.foresee_encode(handle, **TEXT, session=session)
-    other = po.foresee_encode(handle, "two stars", session=session)
+    after = po.foresee_encode(handle, **TEXT, session=session, rates=RATES)
+    other = po.foresee_encode(handle, "two stars", session=session, rates=RATES)
     assert before.plan.phases[0].weight_bytes == other.plan.phases[0].weight_bytes > 0
     assert after.plan.phases[0].weight_bytes == after.plan.phases[0].streamed_bytes == 0
     assert plan_line(after.plan) == "Plan: nothing is loaded, the embeds are in the cache."
     po.encode(handle, **TEXT, session=session, plan=after.plan)
     assert loaded(session) == []
     assert session.report.phases[-1].predicted["streamed_bytes"] == 0
+
+
+@pytest.mark.slow
+def test_a_plan_of_a_whole_job_says_it_too() -> None:
+    session, path = po.Session(), tiny_model("sd15")
+    encode(session, path)
+    whole = po.foresee_job(path, *TEXT.values(), session=session, settings=ON_CPU, rates=RATES, **SMALL)
+    assert [phase.weight_bytes > 0 for phase in whole.plan.phases] == [False, True, True]
 
 
 # --- what isn't -------------------------------------------------------------------------------------------------------
@@ -151,7 +163,8 @@ def test_a_lora_of_the_encoder_and_its_scale_make_it_another_one(tmp_path: Path)
 def test_a_part_of_an_answer_that_was_not_kept_is_asked_anew(name: str, option: dict[str, Any]) -> None:
     path, session, asked = tiny_model(name), po.Session(), words(name) | option
     encode(session, path, words(name))
-    assert po.foresee_encode(po.load(path, device="cpu"), **asked, session=session).plan.phases[0].weight_bytes > 0
+    found = po.foresee_encode(po.load(path, device="cpu"), **asked, session=session, rates=RATES)
+    assert found.plan.phases[0].weight_bytes > 0
     embeds = encode(session, path, asked)
     assert contents(embeds) == contents(encode(po.Session(), path, asked))
 
