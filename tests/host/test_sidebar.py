@@ -11,10 +11,20 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from host.comfy_page import RUN_BUTTON, alerts, node_of_type, open_workflow, press_run, screenshot, set_setting
+from host.comfy_page import (
+    LIMIT_MILLISECONDS,
+    READY,
+    RUN_BUTTON,
+    alerts,
+    node_of_type,
+    open_workflow,
+    press_run,
+    screenshot,
+    set_setting,
+)
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Page
+    from playwright.sync_api import Browser, Page
 
     from host.comfy_server import Checkout, Server
 
@@ -23,6 +33,9 @@ pytestmark = [pytest.mark.host, pytest.mark.browser, pytest.mark.slow, pytest.ma
 EXAMPLES = Path(__file__).absolute().parents[2] / "example_workflows"
 BLUEPRINTS = EXAMPLES.parent / "subgraphs"
 TOGGLE = "() => app.extensionManager.command.execute('Workspace.ToggleSidebarTab.phaseOffload')"
+OPEN = f"() => document.querySelector('.po-panel') || ({TOGGLE})()"
+HAS_TAB = """() => (app.extensionManager.sidebarTab?.sidebarTabs ?? app.extensionManager.getSidebarTabs?.() ?? [])
+  .some(tab => tab.id == 'phaseOffload')"""
 PHASES = """() => [...document.querySelectorAll('[data-part=last] .po-phase .po-row span:first-child')]
   .map(each => each.textContent)"""
 LAST = "() => document.querySelector('[data-part=last]')?.innerText ?? ''"
@@ -138,26 +151,28 @@ def test_purge_and_copy_report_say_what_they_did(
     assert faults == []
 
 
-def test_panel_speaks_the_persons_language(
-    page: Page, faults: list[str], checkout: Checkout, tmp_path: Path, workflow: dict[str, Any], server: Server
+def test_panel_and_nodes_speak_the_persons_language(
+    page: Page, chromium: Browser, server: Server, checkout: Checkout, tmp_path: Path, workflow: dict[str, Any]
 ) -> None:
-    set_setting(page, "Comfy.Locale", "de")
+    set_setting(page, "Comfy.Locale", "fr")
+    french = chromium.new_page(viewport=page.viewport_size)
+    french.set_default_timeout(LIMIT_MILLISECONDS)
+    faults: list[str] = []
+    french.on("pageerror", lambda error: faults.append(error.stack or str(error)))
     try:
-        page.reload(wait_until="domcontentloaded")
-        page.wait_for_function("() => window.app?.extensionManager && window.app.graph")
-        page.wait_for_function("() => app.extensionManager.sidebarTab?.sidebarTabs?.some(t => t.id == 'phaseOffload')")
-        page.evaluate(TOGGLE)
-        page.locator(".po-panel").get_by_text("Bericht kopieren").wait_for()
-        open_workflow(page, workflow)
-        assert page.evaluate("() => app.graph.nodes.some(node => node.title == 'Planvorschau' || "
-                             "node.title == 'Phase: Entrauschen')")  # fmt: skip
-        screenshot(page, "sidebar-german", checkout, tmp_path)
-        page.evaluate(TOGGLE)
+        french.goto(server.url, wait_until="domcontentloaded")
+        french.wait_for_function(READY)
+        french.wait_for_function(HAS_TAB)
+        french.evaluate(OPEN)
+        french.locator(".po-panel").get_by_role("button", name="Copier le rapport").wait_for()
+        open_workflow(french, workflow)
+        titles = french.evaluate("() => app.graph.nodes.map(node => node.title)")
+        screenshot(french, "sidebar-french", checkout, tmp_path)
+        assert "Phase de débruitage" in titles
+        assert [fault for fault in faults if "phase-offload" in fault] == []
     finally:
+        french.close()
         set_setting(page, "Comfy.Locale", "en")
-        page.reload(wait_until="domcontentloaded")
-        page.wait_for_function("() => window.app?.extensionManager && window.app.graph")
-    assert faults == []
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in EXAMPLES.glob("*.json")))
