@@ -9,8 +9,10 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
+from offload_core.single_files import SplitFiles
 from offload_core.single_files.layouts import LAYOUTS
 from offload_core.single_files.rules import Rule, fill_in
+from staging import tiny_model
 
 _FIELD = re.compile(r"\{(\w+)\}")
 _FIELDS = {"n": r"\d+", "m": r"\d+", "p": "weight|bias", "rest": ".+"}
@@ -73,13 +75,74 @@ def unet_names(inputs: int, outputs: int, downs: tuple[int, ...]) -> dict[str, t
     return dict.fromkeys([*names, *(f"output_blocks.{n}.0.x" for n in range(outputs))], ())
 
 
-def tiny_unet(folder: Path) -> Weights:
-    rules = layout_rules("unet", unet_names(4, 4, (2,)))
-    return backwards(rules, component_weights(folder / "unet"))
+def wan_names(number: int, ups: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+    """The same for the VAE of Wan 2.1."""
+    names = [f"decoder.upsamples.{n}.{'resample.1.weight' if n in ups else 'x'}" for n in range(number)]
+    return dict.fromkeys(names, ())
 
 
-def tiny_vae(folder: Path) -> Weights:
-    return backwards(layout_rules("kl", {"decoder.up.2.x": ()}), component_weights(folder / "vae"))
+_LEVELS = {"decoder.up.2.x": ()}
+#: By tiny family: the prefix and layout of each component, and names that the layout's rules ask for.
+Layouts = dict[str, tuple[str, str, dict[str, tuple[int, ...]]]]
+TINY: dict[str, Layouts] = {
+    "sd15": {
+        "unet": ("model.diffusion_model.", "unet", unet_names(4, 4, (2,))),
+        "vae": ("first_stage_model.", "kl", _LEVELS),
+        "text_encoder": ("cond_stage_model.transformer.", "clip", {}),
+    },
+    "sdxl": {
+        "unet": ("model.diffusion_model.", "unet", unet_names(4, 4, (2,))),
+        "vae": ("first_stage_model.", "kl", _LEVELS),
+        "text_encoder": ("conditioner.embedders.0.transformer.", "clip", {}),
+        "text_encoder_2": ("conditioner.embedders.1.model.", "open_clip", {}),
+    },
+    "flux": {
+        "transformer": ("model.diffusion_model.", "flux", {}),
+        "vae": ("vae.", "kl", _LEVELS),
+        "text_encoder": ("text_encoders.clip_l.transformer.", "clip", {}),
+        "text_encoder_2": ("text_encoders.t5xxl.transformer.", "t5", {}),
+    },
+    "sd3": {
+        "transformer": ("model.diffusion_model.", "sd3", {"joint_blocks.2.x": ()}),
+        "vae": ("first_stage_model.", "kl", _LEVELS),
+        "text_encoder": ("text_encoders.clip_l.transformer.", "clip", {}),
+        "text_encoder_2": ("text_encoders.clip_g.transformer.", "clip", {}),
+        "text_encoder_3": ("text_encoders.t5xxl.transformer.", "t5", {}),
+    },
+    "chroma": {
+        "transformer": ("model.diffusion_model.", "chroma", {}),
+        "vae": ("vae.", "kl", _LEVELS),
+        "text_encoder": ("text_encoders.t5xxl.transformer.", "t5", {}),
+    },
+    "flux2_klein": {
+        "transformer": ("model.diffusion_model.", "flux2", {}),
+        "vae": ("vae.", "kl, FLUX.2's", _LEVELS),
+        "text_encoder": ("text_encoders.qwen3_4b.transformer.", "qwen3", {}),
+    },
+    "z_image": {
+        "transformer": ("model.diffusion_model.", "z-image", {}),
+        "vae": ("vae.", "kl", _LEVELS),
+        "text_encoder": ("text_encoders.qwen3_4b.transformer.", "qwen3", {}),
+    },
+    "qwen_image": {
+        "transformer": ("model.diffusion_model.", "qwen-image", {}),
+        "vae": ("vae.", "wan vae", wan_names(8, (2, 5))),
+        "text_encoder": ("text_encoders.qwen25_7b.transformer.", "qwen2.5-vl", {}),
+    },
+    "wan22_a14b": {
+        "transformer": ("", "wan", {}),
+        "transformer_2": ("", "wan", {}),
+        "vae": ("", "wan vae", wan_names(11, (2, 5, 8))),
+        "text_encoder": ("", "umt5", {}),
+    },
+}
+
+
+def original_weights(family: str, component: str) -> Weights:
+    """A component of a tiny model under the names of its original layout, without a prefix."""
+    folder = tiny_model(family) / component
+    _, layout, needed = TINY[family][component]
+    return backwards(layout_rules(layout, needed), tiny_clip(folder) if "clip" in layout else component_weights(folder))
 
 
 def tiny_clip(folder: Path) -> Weights:
@@ -88,40 +151,32 @@ def tiny_clip(folder: Path) -> Weights:
     return {name if name.startswith("text_") else f"text_model.{name}": tensor for name, tensor in weights.items()}
 
 
-def tiny_open_clip(folder: Path) -> Weights:
-    return backwards(layout_rules("open_clip", {}), tiny_clip(folder))
-
-
-def tiny_flux(folder: Path) -> Weights:
-    return backwards(layout_rules("flux", {}), component_weights(folder / "transformer"))
-
-
-def checkpoint_parts(family: str, folder: Path) -> dict[str, Weights]:
+def checkpoint_parts(family: str) -> dict[str, Weights]:
     """An all-in-one checkpoint of a tiny model: its parts by their prefix."""
-    if family == "sd15":
-        first = {"cond_stage_model.transformer.": tiny_clip(folder / "text_encoder")}
-        return {"model.diffusion_model.": tiny_unet(folder), "first_stage_model.": tiny_vae(folder), **first}
-    if family == "sdxl":
-        return {
-            "model.diffusion_model.": tiny_unet(folder),
-            "first_stage_model.": tiny_vae(folder),
-            "conditioner.embedders.0.transformer.": tiny_clip(folder / "text_encoder"),
-            "conditioner.embedders.1.model.": tiny_open_clip(folder / "text_encoder_2"),
-        }
-    if family == "flux":
-        return {
-            "model.diffusion_model.": tiny_flux(folder),
-            "vae.": tiny_vae(folder),
-            "text_encoders.clip_l.transformer.": tiny_clip(folder / "text_encoder"),
-            "text_encoders.t5xxl.transformer.": component_weights(folder / "text_encoder_2"),
-        }
-    raise ValueError(family)
+    return {prefix: original_weights(family, name) for name, (prefix, _, _) in TINY[family].items()}
+
+
+def split_files(family: str, folder: Path) -> SplitFiles:
+    """A tiny model with each part in a file of its own."""
+    files = {
+        name: write_file(folder / f"{name}.safetensors", {"": original_weights(family, name)}) for name in TINY[family]
+    }
+    denoiser = files.get("unet") or files["transformer"]
+    encoders = tuple(file for name, file in files.items() if name.startswith("text_encoder"))
+    second = files.get("transformer_2")
+    return SplitFiles(
+        denoiser=str(denoiser),
+        denoiser_2=str(second) if second else None,
+        encoders=tuple(map(str, encoders)),
+        vae=str(files["vae"]),
+        configs=str(tiny_model(family)),
+    )
 
 
 # ------------------------------------------------------------------------------------- files of the published sizes
 
 #: By known model: the prefix and layout of each component in one file, and names that the layout's rules ask for.
-FULL_SIZE: dict[str, dict[str, tuple[str, str, dict[str, tuple[int, ...]]]]] = {
+FULL_SIZE: dict[str, Layouts] = {
     "sd1.5": {
         "unet": ("model.diffusion_model.", "unet", unet_names(12, 12, (3, 6, 9))),
         "vae": ("first_stage_model.", "kl", {"decoder.up.3.x": ()}),
@@ -141,6 +196,15 @@ FULL_SIZE: dict[str, dict[str, tuple[str, str, dict[str, tuple[int, ...]]]]] = {
     },
 }
 FULL_SIZE["flux.1-schnell"] = FULL_SIZE["flux.1-dev"]
+_VAE = {"vae": ("vae.", "kl", {"decoder.up.3.x": ()})}
+_SD3 = {**TINY["sd3"], **_VAE}
+FULL_SIZE["sd3.5-large"] = {**_SD3, "transformer": ("model.diffusion_model.", "sd3", {"joint_blocks.37.x": ()})}
+FULL_SIZE["sd3.5-medium"] = {**_SD3, "transformer": ("model.diffusion_model.", "sd3", {"joint_blocks.23.x": ()})}
+FULL_SIZE["chroma"] = {**TINY["chroma"], **_VAE}
+FULL_SIZE["flux.2-klein-4b"] = {**TINY["flux2_klein"], "vae": ("vae.", "kl, FLUX.2's", {"decoder.up.3.x": ()})}
+FULL_SIZE["flux.2-klein-9b"] = FULL_SIZE["flux.2-klein-4b"]
+FULL_SIZE["z-image-turbo"] = {**TINY["z_image"], **_VAE}
+FULL_SIZE["qwen-image"] = {**TINY["qwen_image"], "vae": ("vae.", "wan vae", wan_names(15, (3, 7, 11)))}
 
 
 def full_size_file(path: Path, family: str) -> Path:
@@ -162,6 +226,9 @@ def full_size_file(path: Path, family: str) -> Path:
         if "CLIP" in part["class"]:
             weights = {key if key.startswith("text_") else f"text_model.{key}": t for key, t in weights.items()}
         weights.pop("encoder.embed_tokens.weight", None)  # tied to shared.weight
+        weights = {_as_published(key, part["class"]): tensor for key, tensor in weights.items()}
+        if part["config"].get("tie_word_embeddings"):
+            weights.pop("lm_head.weight", None)
         original = backwards(layout_rules(layout, needed), weights)
         shapes |= {prefix + key: tuple(tensor.shape) for key, tensor in original.items()}
     header, position = {}, 0
@@ -174,3 +241,10 @@ def full_size_file(path: Path, family: str) -> Path:
         file.write(len(raw).to_bytes(8, "little") + raw)
         file.truncate(8 + len(raw) + position)
     return path
+
+
+def _as_published(name: str, class_name: str) -> str:
+    """The name in files, where transformers has another for the same weight by now."""
+    if class_name == "Qwen3Model":
+        return f"model.{name}"
+    return name.replace("model.language_model.", "model.").replace("model.visual.", "visual.")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +21,22 @@ from offload_core.single_files.rules import convert
 from offload_core.stored_weight import read_stored
 from original_layout import (
     FULL_SIZE,
+    TINY,
     Weights,
+    backwards,
     checkpoint_parts,
     component_weights,
     full_size_file,
-    tiny_clip,
-    tiny_flux,
-    tiny_open_clip,
-    tiny_unet,
-    tiny_vae,
+    layout_rules,
+    original_weights,
+    split_files,
+    wan_names,
     write_file,
 )
 from staging import job, one_shot, staged, tiny_model, words
 
 TIGHT = po.OffloadSettings(device_memory="300kB", resident_below=0, activation_memory=0)
+ROOMIER = {"z_image": replace(TIGHT, device_memory="1200kB")}  # its largest operator needs more
 
 
 def converted(path: Path, layout_name: str, prefix: str = "") -> Weights:
@@ -66,8 +70,7 @@ def refusal(files: SplitFiles | Path | str) -> str:
 def test_unet_is_converted_as_diffusers_does(tmp_path: Path) -> None:
     from diffusers.loaders.single_file_utils import convert_ldm_unet_checkpoint
 
-    folder = tiny_model("sdxl")
-    original = tiny_unet(folder)
+    original = original_weights("sdxl", "unet")
     file = write_file(tmp_path / "unet.safetensors", {"": original})
     config = {"layers_per_block": 1, "addition_embed_type": "text_time"}
     prefixed = {f"model.diffusion_model.{name}": tensor for name, tensor in original.items()}
@@ -78,7 +81,7 @@ def test_unet_is_converted_as_diffusers_does(tmp_path: Path) -> None:
 def test_vae_is_converted_as_diffusers_does(family: str, tmp_path: Path) -> None:
     from diffusers.loaders.single_file_utils import convert_ldm_vae_checkpoint
 
-    original = tiny_vae(tiny_model(family))
+    original = original_weights(family, "vae")
     for name in list(original):  # attention was made of 1 x 1 convolutions
         if ".attn_1." in name and original[name].dim() == 2:
             original[name] = original[name][:, :, None, None].contiguous()
@@ -90,24 +93,54 @@ def test_vae_is_converted_as_diffusers_does(family: str, tmp_path: Path) -> None
 def test_open_clip_is_converted_as_diffusers_does(tmp_path: Path) -> None:
     from diffusers.loaders.single_file_utils import convert_open_clip_checkpoint
 
-    original = tiny_open_clip(tiny_model("sdxl") / "text_encoder_2")
+    original = original_weights("sdxl", "text_encoder_2")
     file = write_file(tmp_path / "clip_g.safetensors", {"": original})
     assert_same(converted(file, "open_clip"), convert_open_clip_checkpoint(None, dict(original), prefix=""))
 
 
-def test_flux_is_converted_as_diffusers_does(tmp_path: Path) -> None:
-    """diffusers' converter knows one width only, 3072: so matrices of that many rows and of two columns."""
-    from diffusers.loaders.single_file_utils import convert_flux_transformer_checkpoint_to_diffusers
-
+def widened(weights: Weights) -> Weights:
+    """diffusers' converters of FLUX.1 and Chroma know one width only, 3072: so that many rows, of two numbers each."""
     generator = torch.Generator().manual_seed(0)
-    original = {
+    return {
         name: torch.randn(tensor.shape[0] // 32 * 3072, *[2] * (tensor.dim() - 1), generator=generator)
         if tensor.shape[0] % 32 == 0
         else tensor
-        for name, tensor in tiny_flux(tiny_model("flux")).items()
+        for name, tensor in weights.items()
     }
-    file = write_file(tmp_path / "flux.safetensors", {"": original})
-    assert_same(converted(file, "flux"), convert_flux_transformer_checkpoint_to_diffusers(dict(original)))
+
+
+@pytest.mark.parametrize(
+    ("family", "component", "converter", "prepare"),
+    [
+        ("flux", "transformer", "convert_flux_transformer_checkpoint_to_diffusers", widened),
+        ("chroma", "transformer", "convert_chroma_transformer_checkpoint_to_diffusers", widened),
+        ("sd3", "transformer", "convert_sd3_transformer_checkpoint_to_diffusers", dict),
+        ("flux2_klein", "transformer", "convert_flux2_transformer_checkpoint_to_diffusers", dict),
+        ("z_image", "transformer", "convert_z_image_transformer_checkpoint_to_diffusers", dict),
+        ("wan22_a14b", "transformer", "convert_wan_transformer_to_diffusers", dict),
+    ],
+)
+def test_transformer_is_converted_as_diffusers_does(
+    family: str, component: str, converter: str, prepare: Callable[[Weights], Weights], tmp_path: Path
+) -> None:
+    from diffusers.loaders import single_file_utils
+
+    original = prepare(original_weights(family, component))
+    file = write_file(tmp_path / "transformer.safetensors", {"": original})
+    theirs = getattr(single_file_utils, converter)(dict(original))
+    assert_same(converted(file, TINY[family][component][1]), theirs)
+
+
+def test_wan_vae_is_converted_as_diffusers_does(tmp_path: Path) -> None:
+    """Of the published number of blocks: the tiny one has fewer, which diffusers' converter takes for others."""
+    from diffusers import AutoencoderKLWan
+    from diffusers.loaders.single_file_utils import convert_wan_vae_to_diffusers
+
+    vae: Any = AutoencoderKLWan(base_dim=8, z_dim=4, dim_mult=[1, 2, 4, 4], num_res_blocks=2)
+    rules = layout_rules("wan vae", wan_names(15, (3, 7, 11)))
+    original = backwards(rules, dict(vae.state_dict()))
+    file = write_file(tmp_path / "vae.safetensors", {"": original})
+    assert_same(converted(file, "wan vae"), convert_wan_vae_to_diffusers(dict(original)))
 
 
 # ------------------------------------------------------------------------------------------------- pictures
@@ -127,39 +160,37 @@ def expected(family: str) -> torch.Tensor:
 def test_checkpoint_gives_the_picture_of_its_folder_while_its_weights_are_streamed(tmp_path: Path) -> None:
     """SDXL: UNet, VAE, CLIP, and OpenCLIP with fused q, k, v and a transposed projection, all from one file."""
     folder = tiny_model("sdxl")
-    file = write_file(tmp_path / "model.safetensors", checkpoint_parts("sdxl", folder))
+    file = write_file(tmp_path / "model.safetensors", checkpoint_parts("sdxl"))
     assert torch.equal(pictures_of("sdxl", SplitFiles(checkpoint=file, configs=folder)), expected("sdxl"))
 
 
 def test_split_files_give_the_picture_of_their_folder(tmp_path: Path) -> None:
     """FLUX.1: fused rows, halves that change places, T5 with a tied table; everything resident this time."""
-    folder = tiny_model("flux")
-    denoiser, vae, clip, t5 = checkpoint_parts("flux", folder).values()
-    files = SplitFiles(
-        denoiser=write_file(tmp_path / "flux1-dev.safetensors", {"": denoiser}),
-        encoders=(
-            write_file(tmp_path / "t5xxl.safetensors", {"": t5}),
-            write_file(tmp_path / "clip_l.safetensors", {"": clip}),
-        ),
-        vae=write_file(tmp_path / "ae.safetensors", {"": vae}),
-        configs=folder,
-    )
+    files = split_files("flux", tmp_path)
     assert torch.equal(pictures_of("flux", files, settings=None), expected("flux"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", [TIGHT, None], ids=["streamed", "resident"])
-@pytest.mark.parametrize("family", ["sd15", "sdxl", "flux"])
+@pytest.mark.parametrize("family", [family for family in TINY if family != "wan22_a14b"])
 def test_every_family_gives_the_picture_of_its_folder_from_one_file(family: str, settings: Any, tmp_path: Path) -> None:
     folder = tiny_model(family)
-    file = write_file(tmp_path / "model.safetensors", checkpoint_parts(family, folder))
+    file = write_file(tmp_path / "model.safetensors", checkpoint_parts(family))
     files = SplitFiles(checkpoint=file, configs=folder)
+    settings = settings and ROOMIER.get(family, settings)
     assert torch.equal(pictures_of(family, files, settings=settings), expected(family))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [TIGHT, None], ids=["streamed", "resident"])
+def test_two_denoisers_come_from_two_files(settings: Any, tmp_path: Path) -> None:
+    files = split_files("wan22_a14b", tmp_path)
+    assert torch.equal(pictures_of("wan22_a14b", files, settings=settings), expected("wan22_a14b"))
 
 
 def test_part_given_by_itself_goes_before_the_checkpoints(tmp_path: Path) -> None:
     folder = tiny_model("sd15")
-    parts = checkpoint_parts("sd15", folder)
+    parts = checkpoint_parts("sd15")
     file = write_file(tmp_path / "model.safetensors", parts)
     vae = write_file(tmp_path / "other_vae.safetensors", {"": parts["first_stage_model."]})
     source = resolve_files(SplitFiles(checkpoint=file, vae=vae, configs=folder))
@@ -172,14 +203,14 @@ def test_part_given_by_itself_goes_before_the_checkpoints(tmp_path: Path) -> Non
 
 def test_handle_of_files_is_plain_data_and_notices_a_changed_file(tmp_path: Path) -> None:
     folder = tiny_model("sd15")
-    file = write_file(tmp_path / "model.safetensors", checkpoint_parts("sd15", folder))
-    vae = write_file(tmp_path / "vae.safetensors", {"": tiny_vae(folder)})
+    file = write_file(tmp_path / "model.safetensors", checkpoint_parts("sd15"))
+    vae = write_file(tmp_path / "vae.safetensors", {"": original_weights("sd15", "vae")})
     handle = po.load(SplitFiles(checkpoint=file, vae=vae, configs=folder))
     again = pickle.loads(pickle.dumps(handle))
     assert again == handle and hash(again) == hash(handle)
     source = handle.source()
     source.check_unchanged()
-    write_file(vae, {"": {name: tensor + 1 for name, tensor in tiny_vae(folder).items()}})
+    write_file(vae, {"": {name: tensor + 1 for name, tensor in original_weights("sd15", "vae").items()}})
     with pytest.raises(ModelError, match=r"vae.safetensors has changed"):
         source.check_unchanged()
     with pytest.raises(ModelError, match="changed on disk"):
@@ -188,7 +219,7 @@ def test_handle_of_files_is_plain_data_and_notices_a_changed_file(tmp_path: Path
 
 def test_weights_of_a_file_are_neither_read_nor_copied_when_it_is_loaded(tmp_path: Path) -> None:
     folder = tiny_model("sd15")
-    file = write_file(tmp_path / "model.safetensors", checkpoint_parts("sd15", folder))
+    file = write_file(tmp_path / "model.safetensors", checkpoint_parts("sd15"))
     header = read_header(file)
     with file.open("r+b") as data:  # weights that would show in a picture, were they read before
         data.seek(header.data_start)
@@ -205,22 +236,22 @@ def test_weights_of_a_file_are_neither_read_nor_copied_when_it_is_loaded(tmp_pat
 
 def test_missing_part_is_named_with_how_to_give_it(tmp_path: Path) -> None:
     folder = tiny_model("flux")
-    file = write_file(tmp_path / "flux1-dev.safetensors", {"": tiny_flux(folder)})
+    file = write_file(tmp_path / "flux1-dev.safetensors", {"": original_weights("flux", "transformer")})
     assert "--encoder FILE" in refusal(SplitFiles(denoiser=file, configs=folder))
-    clip = write_file(tmp_path / "clip_l.safetensors", {"": tiny_clip(folder / "text_encoder")})
+    clip = write_file(tmp_path / "clip_l.safetensors", {"": original_weights("flux", "text_encoder")})
     assert "T5EncoderModel (text_encoder_2)" in refusal(SplitFiles(denoiser=file, encoders=(clip,), configs=folder))
 
 
 def test_file_that_the_model_has_no_use_for_is_refused(tmp_path: Path) -> None:
     folder = tiny_model("sd15")
-    file = write_file(tmp_path / "model.safetensors", checkpoint_parts("sd15", folder))
+    file = write_file(tmp_path / "model.safetensors", checkpoint_parts("sd15"))
     t5 = write_file(tmp_path / "t5.safetensors", {"": component_weights(tiny_model("flux") / "text_encoder_2")})
     assert "no use for" in refusal(SplitFiles(checkpoint=file, encoders=(t5,), configs=folder))
     assert "Give it as what it is" in refusal(SplitFiles(checkpoint=file, vae=t5, configs=folder))
 
 
 def test_model_whose_sizes_are_not_known_is_a_near_miss(tmp_path: Path) -> None:
-    file = write_file(tmp_path / "tiny.safetensors", checkpoint_parts("sd15", tiny_model("sd15")))
+    file = write_file(tmp_path / "tiny.safetensors", checkpoint_parts("sd15"))
     message = refusal(file)
     assert "tiny.safetensors' is near to what is known" in message and "instead of [320, 4, 3, 3]" in message
 
@@ -241,7 +272,7 @@ def test_other_files_are_called_what_they_are(names: tuple[str, ...], says: str,
 
 def test_packed_weights_are_refused_by_what_they_are(tmp_path: Path) -> None:
     folder = tiny_model("sd15")
-    parts = checkpoint_parts("sd15", folder)
+    parts = checkpoint_parts("sd15")
     unet = {name: tensor.to(torch.float8_e4m3fn) for name, tensor in parts["model.diffusion_model."].items()}
     file = write_file(tmp_path / "fp8.safetensors", {**parts, "model.diffusion_model.": unet})
     assert "as fp8 (e4m3)" in refusal(SplitFiles(checkpoint=file, configs=folder))
@@ -252,7 +283,7 @@ def test_packed_weights_are_refused_by_what_they_are(tmp_path: Path) -> None:
 
 def test_damaged_and_foreign_files_are_refused_alike_on_every_route(tmp_path: Path) -> None:
     folder = tiny_model("sd15")
-    good = write_file(tmp_path / "good.safetensors", checkpoint_parts("sd15", folder))
+    good = write_file(tmp_path / "good.safetensors", checkpoint_parts("sd15"))
     bad = {
         "empty.safetensors": b"",
         "longer.safetensors": good.read_bytes() + b"x",
@@ -277,7 +308,7 @@ def test_damaged_and_foreign_files_are_refused_alike_on_every_route(tmp_path: Pa
 
 def test_other_names_of_a_file_mean_the_same_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tiny_model("sd15")
-    file = write_file(tmp_path / "model.safetensors", checkpoint_parts("sd15", folder))
+    file = write_file(tmp_path / "model.safetensors", checkpoint_parts("sd15"))
     link = tmp_path / "links" / "model.safetensors"
     link.parent.mkdir()
     link.symlink_to(file)
@@ -296,6 +327,8 @@ def host_tokenizers(folder: Path) -> Path:
 
     _tokenizers.clip_tokenizer().save_pretrained(folder / "sd1_tokenizer")
     _tokenizers.t5_tokenizer().save_pretrained(folder / "text_encoders" / "t5_tokenizer")
+    _tokenizers.qwen_tokenizer().save_pretrained(folder / "text_encoders" / "qwen25_tokenizer")
+    _tokenizers.qwen_tokenizer().save_pretrained(folder / "qwen3_tokenizer")
     return folder
 
 
@@ -328,12 +361,17 @@ def test_tokenizers_come_from_a_folder_that_is_named_and_a_sentence_says_so(tmp_
 
     comfy = host_tokenizers(tmp_path / "ComfyUI" / "comfy")
     folders = [str(comfy)]
-    assert find_tokenizer("tokenizer", "CLIPTokenizer", folders, "SDXL") == comfy / "sd1_tokenizer"
-    assert find_tokenizer("tokenizer_2", "T5TokenizerFast", folders, "FLUX") == comfy / "text_encoders/t5_tokenizer"
+    assert find_tokenizer("tokenizer", "CLIPTokenizer", "CLIPTextModel", folders, "SDXL") == comfy / "sd1_tokenizer"
+    assert (
+        find_tokenizer("tokenizer_2", "T5TokenizerFast", "T5EncoderModel", folders, "FLUX")
+        == comfy / "text_encoders/t5_tokenizer"
+    )
     flux = [str(tiny_model("flux"))]
-    assert find_tokenizer("tokenizer_3", "T5TokenizerFast", flux, "SD3").name == "tokenizer_2"
+    assert find_tokenizer("tokenizer_3", "T5TokenizerFast", "T5EncoderModel", flux, "SD3").name == "tokenizer_2"
     with pytest.raises(ModelError, match=r"SDXL needs CLIP's tokenizer, .*--tokenizers FOLDER"):
-        find_tokenizer("tokenizer", "CLIPTokenizer", [str(tmp_path / "nothing")], "SDXL")
+        find_tokenizer("tokenizer", "CLIPTokenizer", "CLIPTextModel", [str(tmp_path / "nothing")], "SDXL")
+    with pytest.raises(ModelError, match="umT5's tokenizer"):  # T5's has another vocabulary
+        find_tokenizer("tokenizer", "T5TokenizerFast", "UMT5EncoderModel", folders, "Wan")
 
 
 def test_options_of_a_described_tokenizer_are_the_models_own(tmp_path: Path) -> None:
@@ -353,8 +391,7 @@ def test_options_of_a_described_tokenizer_are_the_models_own(tmp_path: Path) -> 
 def test_list_says_what_each_file_is_and_looks_at_a_file_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from offload_core.single_files import listing
 
-    folder = tiny_model("sd15")
-    parts = checkpoint_parts("sd15", folder)
+    parts = checkpoint_parts("sd15")
     (tmp_path / "below").mkdir()
     write_file(tmp_path / "below" / "whole.safetensors", parts)
     write_file(tmp_path / "vae.safetensors", {"": parts["first_stage_model."]})

@@ -119,7 +119,7 @@ def _assign(template: Template, parts: _Parts) -> dict[str, FoundPart]:
         fitting = [(given, found) for given, found in parts if part.class_name in found.layout.classes]
         if not _has_weights(part):
             continue
-        if any(given == "denoiser_2" for given, _ in fitting):
+        if _SECOND in template.parts and part.class_name == template.parts[_SECOND].class_name:
             fitting = [(given, found) for given, found in fitting if (given == "denoiser_2") == (name == _SECOND)]
         fits = [found for _, found in fitting if found.misfit(part.config) is None]
         if fits:
@@ -152,6 +152,10 @@ def _described(part: TemplatePart) -> str:
         ("CLIPTextModelWithProjection", 768): "CLIP-L",
         ("CLIPTextModelWithProjection", 1280): "CLIP-G",
         ("T5EncoderModel", 4096): "T5-XXL",
+        ("UMT5EncoderModel", 4096): "umT5-XXL",
+        ("Qwen3Model", 2560): "Qwen3-4B",
+        ("Qwen3ForCausalLM", 2560): "Qwen3-4B",
+        ("Qwen3ForCausalLM", 4096): "Qwen3-8B",
     }
     found = names.get((part.class_name, width)) if isinstance(width, int) else None
     return f"{found} ({part.name})" if found else f"a {part.class_name} ({part.name})"
@@ -227,7 +231,9 @@ def _without_weights(template: Template, part: TemplatePart, files: SplitFiles, 
         own = part.directory is not None and part.directory.is_dir() and any(part.directory.iterdir())
         if own and part.directory is not None:
             return ComponentSource(part.name, part.library, part.class_name, part.directory)
-        place = find_tokenizer(part.name, part.class_name, files.tokenizers, template.title)
+        encoder = template.parts.get(part.name.replace("tokenizer", "text_encoder"))
+        encoder_class = encoder.class_name if encoder is not None else ""
+        place = find_tokenizer(part.name, part.class_name, encoder_class, files.tokenizers, template.title)
         return ComponentSource(
             part.name, part.library, part.class_name, place, dict(part.config), described=part.directory is None
         )

@@ -24,6 +24,15 @@ FAMILIES = (
     "flux.1-dev",
     "flux.1-schnell",
     "flux.1-kontext-dev",
+    "sd3.5-large",
+    "sd3.5-medium",
+    "chroma",
+    "flux.2-klein-4b",
+    "flux.2-klein-9b",
+    "z-image-turbo",
+    "qwen-image",
+    "wan2.1-t2v-1.3b",
+    "wan2.2-t2v-a14b",
 )
 ALIKE = {"flux.1-kontext-dev": "flux.1-dev"}
 #: Parts that a pipeline can do without and single files don't have.

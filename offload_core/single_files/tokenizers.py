@@ -20,32 +20,45 @@ from ..errors import ModelError
 
 @dataclass(frozen=True)
 class TokenizerKind:
-    """title: for sentences. classes: of transformers, without "Fast". folders: names that hosts and repositories give
-    the folder. needs: sets of files of which one must be there whole."""
+    """title: for sentences. classes: of transformers, without "Fast". encoders: what the names of the text encoders
+    that it is for begin with, "" for any. folders: names that hosts and repositories give the folder. needs: sets of
+    files of which one must be there whole. mark: a token that tells it from another of its class. least_bytes: of its
+    largest file, where only the size of the vocabulary tells it from another."""
 
     title: str
     classes: tuple[str, ...]
+    encoders: str
     folders: tuple[str, ...]
     needs: tuple[frozenset[str], ...]
+    mark: str = ""
+    least_bytes: int = 0
 
 
 _BPE = (frozenset({"vocab.json", "merges.txt"}), frozenset({"tokenizer.json"}))
 _PIECES = (frozenset({"tokenizer.json"}), frozenset({"spiece.model"}), frozenset({"tokenizer.model"}))
 KINDS = (
-    TokenizerKind("CLIP's tokenizer", ("CLIPTokenizer",), ("sd1_tokenizer", "clip_tokenizer", "clip"), _BPE),
-    TokenizerKind("T5's tokenizer", ("T5Tokenizer",), ("t5_tokenizer", "t5xxl_tokenizer", "t5"), _PIECES),
-    TokenizerKind("Qwen's tokenizer", ("Qwen2Tokenizer",), ("qwen25_tokenizer", "qwen_tokenizer", "qwen"), _BPE),
-    TokenizerKind("Gemma's tokenizer", ("GemmaTokenizer",), ("gemma_tokenizer", "gemma"), _PIECES),
+    TokenizerKind("CLIP's tokenizer", ("CLIPTokenizer",), "", ("sd1_tokenizer", "clip_tokenizer", "clip"), _BPE),
+    # umT5 has a vocabulary of 256,384 pieces, T5 of 32,128: files of 16.8 and 4.5 MB where T5's have 2.4 and 0.8.
+    TokenizerKind(
+        "umT5's tokenizer", ("T5Tokenizer",), "UMT5", ("umt5_tokenizer", "umt5"), _PIECES, least_bytes=4_000_000
+    ),
+    TokenizerKind("T5's tokenizer", ("T5Tokenizer",), "", ("t5_tokenizer", "t5xxl_tokenizer", "t5"), _PIECES),
+    # Qwen3's has tokens and a chat template that Qwen2.5's hasn't.
+    TokenizerKind("Qwen3's tokenizer", ("Qwen2Tokenizer",), "Qwen3", ("qwen3_tokenizer", "qwen3"), _BPE, "<think>"),
+    TokenizerKind("Qwen2.5's tokenizer", ("Qwen2Tokenizer",), "", ("qwen25_tokenizer", "qwen25"), _BPE),
 )
+_SPECIAL = ("added_tokens.json", "tokenizer_config.json", "tokenizer.json")
 _BELOW = ("", "text_encoders", "comfy", "comfy/text_encoders")
 
 
-def find_tokenizer(component: str, class_name: str, folders: Iterable[str], who: str) -> Path:
-    """The folder of a component's tokenizer. Raises ModelError, with where they are found, if none of `folders` has it.
+def find_tokenizer(component: str, class_name: str, encoder: str, folders: Iterable[str], who: str) -> Path:
+    """The folder of a component's tokenizer; `encoder` is the class that it is for.
 
-    Of a diffusers folder, the component's own; else a folder by one of the kind's names, or `folders` themselves.
+    Of a diffusers folder it is the component's own; else a folder by one of the kind's names, or one of `folders`
+    itself. Raises ModelError, with where tokenizers are found, if there is none.
     """
-    kind = next((kind for kind in KINDS if class_name.removesuffix("Fast") in kind.classes), None)
+    plain = class_name.removesuffix("Fast")
+    kind = next((kind for kind in KINDS if plain in kind.classes and encoder.startswith(kind.encoders)), None)
     folders = [os.path.abspath(os.path.expanduser(folder)) for folder in folders]
     if kind is not None:
         for place in _places(component, kind, folders):
@@ -82,8 +95,17 @@ def _components(folder: Path, kind: TokenizerKind) -> list[str]:
 def _is_one(place: Path, kind: TokenizerKind) -> bool:
     if not any(all((place / name).is_file() for name in files) for files in kind.needs):
         return False
+    files = [place / name for files in kind.needs for name in files if (place / name).is_file()]
+    if max(file.stat().st_size for file in files) < kind.least_bytes:
+        return False
+    if kind.mark and not any(_holds(place / name, kind.mark) for name in _SPECIAL):
+        return False
     said = str(_read(place / "tokenizer_config.json").get("tokenizer_class") or "")
     return not said or said.removesuffix("Fast") in kind.classes
+
+
+def _holds(file: Path, text: str) -> bool:
+    return file.is_file() and text.encode() in file.read_bytes()
 
 
 def _read(path: Path) -> dict[str, Any]:

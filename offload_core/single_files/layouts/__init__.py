@@ -3,6 +3,26 @@
 from __future__ import annotations
 
 from ..layout import PartLayout
-from . import autoencoders, flux, text_encoders, unet
+from . import (
+    autoencoders,
+    flux,
+    flux_relatives,
+    language_models,
+    other_transformers,
+    sd3,
+    text_encoders,
+    unet,
+    wan_autoencoder,
+)
 
-LAYOUTS: tuple[PartLayout, ...] = (*unet.LAYOUTS, *flux.LAYOUTS, *text_encoders.LAYOUTS, *autoencoders.LAYOUTS)
+LAYOUTS: tuple[PartLayout, ...] = (
+    *unet.LAYOUTS,
+    *flux.LAYOUTS,
+    *flux_relatives.LAYOUTS,
+    *sd3.LAYOUTS,
+    *other_transformers.LAYOUTS,
+    *text_encoders.LAYOUTS,
+    *language_models.LAYOUTS,
+    *autoencoders.LAYOUTS,
+    *wan_autoencoder.LAYOUTS,
+)

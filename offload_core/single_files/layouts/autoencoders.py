@@ -35,6 +35,9 @@ def _original(shapes: Shapes) -> Iterator[Rule]:
         yield rename(f"{up}.upsample.conv.{{p}}", f"decoder.up_blocks.{levels - 1 - level}.upsamplers.0.conv.{{p}}")
     yield keep("quant_conv.{p}")
     yield keep("post_quant_conv.{p}")
+    yield rename("encoder.quant_conv.{p}", "quant_conv.{p}")  # FLUX.2's are inside its halves, and it has a norm
+    yield rename("decoder.post_quant_conv.{p}", "post_quant_conv.{p}")
+    yield keep("bn.{rest}")
     yield drop("model_ema.{rest}")
     yield drop("loss.{rest}")
 
@@ -61,7 +64,24 @@ def _sizes(levels: str) -> Any:
     return sizes
 
 
+def _flux2_sizes(config: Mapping[str, Any]) -> Sizes:
+    sizes = {name: shape for name, shape in _kl_sizes(config).items() if name != "quant_conv.weight"}
+    return {**sizes, "bn.running_mean": (4 * config["latent_channels"],)}
+
+
+_kl_sizes = _sizes("encoder.down.{n}.block.0.norm2.weight")
+
 LAYOUTS = (
+    PartLayout(
+        name="kl, FLUX.2's",
+        title="a FLUX.2 VAE",
+        role="vae",
+        classes=("AutoencoderKLFlux2",),
+        prefixes=VAE_PREFIXES,
+        needs=("encoder.down.0.block.0.conv1.weight", "decoder.up.0.block.0.conv1.weight", "bn.running_mean"),
+        rules=_original,
+        sizes=_flux2_sizes,
+    ),
     PartLayout(
         name="kl",
         title="a VAE (AutoencoderKL)",
@@ -74,7 +94,7 @@ LAYOUTS = (
             "decoder.mid.attn_1.q.weight",
         ),
         rules=_original,
-        sizes=_sizes("encoder.down.{n}.block.0.norm2.weight"),
+        sizes=_kl_sizes,
         lacks=("bn.running_mean",),
     ),
     PartLayout(

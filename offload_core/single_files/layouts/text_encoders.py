@@ -1,4 +1,4 @@
-"""Text encoders: CLIP-L and CLIP-G, T5.
+"""Text encoders: CLIP-L and CLIP-G, T5 and umT5.
 
 Sources: the names in the published files. CLIP-G comes under transformers' names and under those of
 https://github.com/mlfoundations/open_clip (src/open_clip/transformer.py), as in SDXL's checkpoint, where q, k and v are
@@ -83,6 +83,10 @@ def _t5(_: Shapes) -> Iterator[Rule]:
     yield keep("{rest}")
 
 
+def _umt5_sizes(config: Mapping[str, Any]) -> Sizes:
+    return {**_t5_sizes(config), "shared.weight": (config["vocab_size"], config["d_model"])}
+
+
 def _t5_sizes(config: Mapping[str, Any]) -> Sizes:
     width, layers = config["d_model"], config["num_layers"]
     return {
@@ -136,5 +140,19 @@ LAYOUTS = (
         lacks=("encoder.block.1.layer.0.SelfAttention.relative_attention_bias.weight",),  # umT5 has one in each
         rules=_t5,
         sizes=_t5_sizes,
+    ),
+    PartLayout(
+        name="umt5",
+        title="an umT5 text encoder",
+        role="encoder",
+        classes=("UMT5EncoderModel",),
+        prefixes=("text_encoders.umt5xxl.transformer.", ""),
+        needs=(
+            "encoder.block.0.layer.0.SelfAttention.q.weight",
+            "encoder.block.1.layer.0.SelfAttention.relative_attention_bias.weight",
+            "shared.weight",
+        ),
+        rules=_t5,
+        sizes=_umt5_sizes,
     ),
 )
