@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from .calls import fingerprint, problem, run_node
+from .calls import fingerprint, problem, run_node, run_node_on_lists
 from .catalog import NODES
 from .results import NodeResult
 from .schema import ANY_TYPE, Input, NodeSchema, Output
@@ -39,7 +39,8 @@ def make_node(node: NodeSchema, state: PackState) -> type:
 
         @classmethod
         def execute(cls, **inputs: Any) -> Any:
-            result = run_node(node.id, state, state.host.observer(None), inputs)
+            run = run_node_on_lists if node.takes_lists else run_node
+            result = run(node.id, state, state.host.observer(None), inputs)
             return io.NodeOutput(*result.values, ui=_ui(result) or None)
 
     class FileNode(PhaseOffloadNode):
@@ -74,6 +75,7 @@ def make_schema(io: Any, node: NodeSchema, state: PackState) -> Any:
         "description": node.description,
         "search_aliases": list(node.search_aliases),
         "is_output_node": node.is_output,
+        "is_input_list": node.takes_lists,
         "inputs": [_input(io, spec, state) for spec in node.inputs],
         "outputs": [_output(io, spec) for spec in node.outputs],
     }
@@ -111,7 +113,8 @@ def _input(io: Any, spec: Input, state: PackState) -> Any:
 
 
 def _output(io: Any, spec: Output) -> Any:
-    return _type(io, spec.type).Output(display_name=spec.name, tooltip=spec.tooltip)
+    lists = {"is_output_list": True} if spec.is_list else {}
+    return _type(io, spec.type).Output(display_name=spec.name, tooltip=spec.tooltip, **lists)
 
 
 def _type(io: Any, name: str) -> Any:

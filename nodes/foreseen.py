@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from offload_core.errors import TraceError
@@ -15,6 +15,28 @@ if TYPE_CHECKING:
     from .calls import NodeCall
 
 log = logging.getLogger(__name__)
+
+
+def foreseen_of_several(
+    call: NodeCall,
+    foresee: Callable[..., offload_core.Foresight],
+    asked: Sequence[tuple[tuple[Any, ...], dict[str, Any]]],
+) -> offload_core.Plan | None:
+    """The plan to run several jobs of one phase by: of the one that computes with most memory. None if there is none to
+    go by. asked: the arguments and keyword arguments of `foresee` for each. Runs of several jobs teach nothing."""
+    call.observer.status("looking ahead, nothing is loaded yet")
+    plans = []
+    for args, kwargs in asked:
+        try:
+            plans.append(foresee(*args, session=call.session, **kwargs).plan)
+        except TraceError as error:
+            log.info("No plan: %s", error)
+            return None
+    plan = max(plans, key=lambda each: each.phases[0].activation_peak_bytes)
+    if not all(each.fits for each in plans):
+        log.warning("A job of this list doesn't fit by its plan. It is tried all the same.")
+        return None
+    return plan
 
 
 @contextlib.contextmanager

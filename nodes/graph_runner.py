@@ -10,14 +10,14 @@ import json
 import math
 import uuid
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from .calls import fingerprint, forget_locals, problem, run_node
+from .calls import fingerprint, forget_locals, jobs_of, merged_ui, problem, run_node, run_node_on_lists
 from .catalog import NODES
 from .graph import Graph, GraphError, GraphNode, Link, check_graph, prompt_of
 from .image_files import IMAGE_NODES, LOAD_IMAGE, ImageFolders, image_bodies, image_fingerprint, save_images
@@ -41,6 +41,10 @@ class GraphResult:
     executed: list[str] = field(default_factory=list)
     cached: list[str] = field(default_factory=list)
     images: list[Path] = field(default_factory=list)
+
+
+class Several(tuple[Any, ...]):
+    """The values of an output that gave a list: what follows runs for each, or takes them all."""
 
 
 class GraphRunner:
@@ -116,14 +120,19 @@ class GraphRunner:
         return done
 
     def _run_node(self, graph: Graph, node: GraphNode, keys: Mapping[str, str]) -> NodeResult:
-        inputs = {
-            name: self._results[keys[value.source]].values[value.slot] if isinstance(value, Link) else value
-            for name, value in node.inputs.items()
-        }
+        lists: dict[str, Any] = {}
+        for name, value in node.inputs.items():
+            made = self._results[keys[value.source]].values[value.slot] if isinstance(value, Link) else value
+            lists[name] = made if isinstance(made, Several) else [made]
+        jobs = [lists] if node.schema.takes_lists else jobs_of(lists)
+        return _as_several(node.schema, [self._run_once(graph, node, inputs) for inputs in jobs])
+
+    def _run_once(self, graph: Graph, node: GraphNode, inputs: dict[str, Any]) -> NodeResult:
         with torch.inference_mode():
             if node.schema.id in IMAGE_NODES:
                 return image_bodies(self.folders, graph.prompt)[node.schema.id](**inputs)
-            result = run_node(node.schema.id, self.state, self.host.observer(node.id), inputs)
+            run = run_node_on_lists if node.schema.takes_lists else run_node
+            result = run(node.schema.id, self.state, self.host.observer(node.id), inputs)
             if result.shown is None:
                 return result
             files = save_images(self.folders.preview, result.shown, "preview", graph.prompt, kind="temp")
@@ -168,6 +177,16 @@ class GraphRunner:
     def _path(self, image: Mapping[str, str]) -> Path:
         folder = self.folders.output if image["type"] == "output" else self.folders.preview
         return folder / image["subfolder"] / image["filename"]
+
+
+def _as_several(schema: NodeSchema, results: Sequence[NodeResult]) -> NodeResult:
+    """One result of what a node gave in one run or more, where lists of values are `Several`; one value is itself."""
+    columns: list[Any] = []
+    for slot, output in enumerate(schema.outputs):
+        given = [result.values[slot] for result in results]
+        values = [value for each in given for value in each] if output.is_list else given
+        columns.append(values[0] if len(values) == 1 else Several(values))
+    return NodeResult(tuple(columns), ui=merged_ui(results))
 
 
 def _constant(value: Any) -> str:

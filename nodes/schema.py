@@ -49,16 +49,18 @@ class Input:
 
 @dataclass(frozen=True)
 class Output:
-    """One output of a node. name: its label."""
+    """One output of a node. name: its label. is_list: it gives a list of values, and what follows runs for each."""
 
     name: str
     type: str
     tooltip: str
+    is_list: bool = False
 
 
 @dataclass(frozen=True)
 class NodeSchema:
-    """One node. is_output: it runs even if nothing follows it, like a node that saves a file."""
+    """One node. is_output: it runs even if nothing follows it, like a node that saves a file. takes_lists: lists that
+    reach it are worked on in one go, not in a run of the node for each value."""
 
     id: str
     display_name: str
@@ -68,6 +70,7 @@ class NodeSchema:
     category: str = "phase offload"
     search_aliases: tuple[str, ...] = ()
     is_output: bool = False
+    takes_lists: bool = False
 
     def input(self, name: str) -> Input | None:
         return next((spec for spec in self.inputs if spec.name == name), None)
@@ -79,13 +82,15 @@ class Node:
 
     run: from a call and the inputs to a result. fingerprint: changes when the node must run again though its inputs
     are the same. problem: why it can't run with these constants, as a sentence, or None; an input that is linked or
-    missing is None.
+    missing is None. run_many: for a node that takes lists, the results of several jobs, which are the inputs of a run
+    each.
     """
 
     schema: NodeSchema
     run: Callable[..., NodeResult]
     fingerprint: Callable[..., Any] | None = None
     problem: Callable[..., str | None] | None = None
+    run_many: Callable[..., list[NodeResult]] | None = None
 
 
 MODEL = Input("model", MODEL_TYPE, "The model, from Load With Dynamic Offload.")

@@ -88,6 +88,12 @@ class Engine:
         self._phase("encode", session, prompt=prompt, negative_prompt=negative_prompt)
         return Embeds(prompt, negative_prompt)
 
+    def encode_many(
+        self, handle: Handle, jobs: list[dict[str, Any]], *, session: Session, plan: Any = None
+    ) -> list[Embeds]:
+        self._phase("encode_many", session, jobs=jobs)
+        return [Embeds(job["prompt"], job["negative_prompt"]) for job in jobs]
+
     def denoise(
         self, handle: Handle, embeds: Embeds, *, seed: int, session: Session, plan: Any = None, **options: Any
     ) -> Latents:
@@ -136,7 +142,7 @@ def _generator(seed: int) -> torch.Generator:
 def install(monkeypatch: pytest.MonkeyPatch) -> Engine:
     """Puts a new fake engine in the place of the real one for the rest of the test."""
     engine = Engine()
-    for name in ("load", "encode", "denoise", "decode", "latents_from_samples", "purge"):
+    for name in ("load", "encode", "encode_many", "denoise", "decode", "latents_from_samples", "purge"):
         monkeypatch.setitem(vars(offload_core), name, getattr(engine, name))  # without importing the real one
     for name in ("foresee_job", "foresee_encode", "foresee_denoise", "foresee_decode"):
         monkeypatch.setitem(vars(offload_core), name, engine.foresee)

@@ -472,6 +472,8 @@ def test_example_workflows_agree_in_both_formats() -> None:
             values = list(entry["widgets_values"])
             expected = {}
             for spec in schema.inputs:
+                if spec.optional and not values:
+                    continue  # it came later than the workflow was saved
                 if spec.is_widget:
                     expected[spec.name] = values.pop(0)
                     if spec.control_after_generate:

@@ -73,6 +73,7 @@ class OldSchema:
         outputs: Any = None,
         hidden: Any = None,
         description: str = "",
+        is_input_list: bool = False,
         is_output_node: bool = False,
     ) -> None:
         vars(self).update({name: value for name, value in locals().items() if name != "self"})
@@ -89,6 +90,7 @@ class NewSchema(OldSchema):
         hidden: Any = None,
         description: str = "",
         search_aliases: Any = None,
+        is_input_list: bool = False,
         is_output_node: bool = False,
     ) -> None:
         vars(self).update({name: value for name, value in locals().items() if name != "self"})
@@ -312,6 +314,26 @@ def test_a_picture_that_a_node_shows_becomes_a_file_of_the_host_beside_its_text(
     assert output.ui == {"text": ["table"], "images": [{"filename": "of 4 rows"}], "animated": (False,)}
 
 
+def test_a_node_that_takes_lists_gives_lists_and_works_on_all_at_once(
+    io: Any, state: PackState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = fake_engine.install(monkeypatch)
+    made = classes(state)
+    for node_id, node in SCHEMAS.items():
+        schema = made[node_id].define_schema()
+        assert schema.is_input_list == node.takes_lists
+        assert [spec.settings.get("is_output_list", False) for spec in schema.outputs] == [
+            spec.is_list for spec in node.outputs
+        ]
+    model = fake_engine.Handle("m", "cpu", "auto")
+    encode = made["PhaseOffloadEncodePrompt"].execute
+    (one,) = encode(model=[model], prompt=["x"], negative_prompt=[""]).args
+    (two,) = encode(model=[model], prompt=["x", "y"], negative_prompt=["z"]).args
+    assert one == [fake_engine.Embeds("x", None)]
+    assert two == [fake_engine.Embeds("x", "z"), fake_engine.Embeds("y", "z")]
+    assert engine.phases == ["encode", "encode_many"]
+
+
 @pytest.mark.parametrize("error", [InputError("One sentence."), Interrupted(), KeyboardInterrupt(), ValueError("x")])
 def test_errors_and_interrupts_pass_through_as_they_are(
     io: Any, state: PackState, monkeypatch: pytest.MonkeyPatch, error: BaseException
@@ -319,7 +341,8 @@ def test_errors_and_interrupts_pass_through_as_they_are(
     fake_engine.install(monkeypatch).fails["encode"] = error
     with pytest.raises(type(error)) as caught:
         model = fake_engine.Handle("m", "cpu", "auto")
-        classes(state)["PhaseOffloadEncodePrompt"].execute(model=model, prompt="x", negative_prompt="")
+        encode = classes(state)["PhaseOffloadEncodePrompt"].execute
+        encode(model=[model], prompt=["x"], negative_prompt=[""])
     assert caught.value is error
 
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import replace
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import offload_core
 from offload_core.errors import InputError
 from offload_core.schedulers import SCHEDULERS
 
-from ..foreseen import foreseen
+from ..foreseen import foreseen, foreseen_of_several
 from ..pictures import mask_as_picture
 from ..results import NodeResult
 from ..schema import EMBEDS_TYPE, IMAGES_TYPE, MODEL, RECORD_KEY, Input, Node, NodeSchema, Output
@@ -81,7 +83,9 @@ SCHEMA = NodeSchema(
         Output(
             "latent",
             "LATENT",
-            "The latent picture, in ComfyUI's convention. It also carries the exact values VAE Decode Phase needs.",
+            "The latent picture, in ComfyUI's convention. It also carries the exact values VAE Decode Phase needs. A "
+            "list of embeds or of other inputs gives a list: all are made in one phase.",
+            is_list=True,
         ),
     ),
     search_aliases=(
@@ -96,6 +100,7 @@ SCHEMA = NodeSchema(
         "scheduler",
         "offload",
     ),
+    takes_lists=True,
 )
 
 
@@ -117,17 +122,50 @@ def denoise(
 ) -> NodeResult:
     """PhaseOffloadDenoise: a LATENT of `batch` pictures. 0 (and a negative guidance or strength) leave the model's own
     default."""
+    job = {"steps": steps, "guidance": guidance, "width": width, "height": height, "batch": batch}
+    start = {"images": images, "latent": latent, "strength": strength}
+    options, notes = _options(model, scheduler, **start, **job)
+    with foreseen(call, offload_core.foresee_denoise, model, embeds, seed=seed, **options) as plan:
+        latents = offload_core.denoise(model, embeds, seed=seed, session=call.session, plan=plan, **options)
+    call.say_how_it_went(*notes)
+    return _latent(call, latents)
+
+
+def denoise_jobs(call: NodeCall, jobs: list[dict[str, Any]]) -> list[NodeResult]:
+    """Several of them, with each model's denoiser loaded once for all that follow each other."""
+    made: list[Any] = []
+    said: dict[str, None] = {}
+    for model, group in itertools.groupby(jobs, key=itemgetter("model")):
+        asked = []
+        for job in group:
+            options, notes = _options(**{name: value for name, value in job.items() if name not in ("embeds", "seed")})
+            asked.append({"embeds": job["embeds"], "seed": job["seed"], **options})
+            said |= dict.fromkeys(notes)
+        plan = foreseen_of_several(call, offload_core.foresee_denoise, [((model,), each) for each in asked])
+        made += offload_core.denoise_many(model, asked, session=call.session, plan=plan)
+    call.say_how_it_went(*said)
+    return [_latent(call, latents) for latents in made]
+
+
+def _options(
+    model: Any,
+    scheduler: str = MODELS_OWN,
+    images: Any = None,
+    latent: Mapping[str, Any] | None = None,
+    strength: float = STRENGTH_DEFAULT,
+    **job: Any,
+) -> tuple[dict[str, Any], list[str]]:
+    """Keyword arguments of the engine's denoise, and what of the job couldn't be honoured."""
     images = _start(model, images, latent)
-    options, notes = pipeline_options(model, steps=steps, guidance=guidance, width=width, height=height, batch=batch)
+    options, notes = pipeline_options(model, **job)
     if images is not None:
         options["images"] = images
         _leave_size_to_picture(options)
     notes += _add_strength(options, model, images, strength)
-    if scheduler != MODELS_OWN:
-        options["scheduler"] = scheduler
-    with foreseen(call, offload_core.foresee_denoise, model, embeds, seed=seed, **options) as plan:
-        latents = offload_core.denoise(model, embeds, seed=seed, session=call.session, plan=plan, **options)
-    call.say_how_it_went(*notes)
+    return options | ({} if scheduler == MODELS_OWN else {"scheduler": scheduler}), notes
+
+
+def _latent(call: NodeCall, latents: Any) -> NodeResult:
     samples = latents.samples.to(call.state.host.image_placement()["device"])
     return NodeResult(({"samples": samples, RECORD_KEY: latents},))
 
@@ -168,4 +206,4 @@ def _add_strength(options: dict[str, Any], model: Any, images: Any, strength: fl
     return []
 
 
-NODE = Node(SCHEMA, denoise)
+NODE = Node(SCHEMA, denoise, run_many=denoise_jobs)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import offload_core
 
-from ..foreseen import foreseen
+from ..foreseen import foreseen, foreseen_of_several
 from ..results import NodeResult
 from ..schema import EMBEDS_TYPE, IMAGES_TYPE, MODEL, Input, Node, NodeSchema, Output
 
@@ -37,8 +39,16 @@ SCHEMA = NodeSchema(
             optional=True,
         ),
     ),
-    outputs=(Output("embeds", EMBEDS_TYPE, "The encoded prompts, in RAM."),),
+    outputs=(
+        Output(
+            "embeds",
+            EMBEDS_TYPE,
+            "The encoded prompts, in RAM. A list of prompts gives a list: all are encoded in one phase.",
+            is_list=True,
+        ),
+    ),
     search_aliases=("prompt", "text encode", "clip text encode", "negative prompt", "offload"),
+    takes_lists=True,
 )
 
 
@@ -47,7 +57,7 @@ def encode_prompt(call: NodeCall, *, model: Any, prompt: str, negative_prompt: s
 
     An empty negative prompt is the model's own default, but where guidance is true CFG: that does nothing without one.
     """
-    negative = negative_prompt or ("" if model.guidance_name == "true_cfg_scale" else None)
+    negative = _negative(model, negative_prompt)
     options = {} if images is None else {"images": images}
     with foreseen(call, offload_core.foresee_encode, model, prompt, negative, **options) as plan:
         embeds = offload_core.encode(model, prompt, negative, session=call.session, plan=plan, **options)
@@ -55,4 +65,25 @@ def encode_prompt(call: NodeCall, *, model: Any, prompt: str, negative_prompt: s
     return NodeResult((embeds,))
 
 
-NODE = Node(SCHEMA, encode_prompt)
+def encode_prompts(call: NodeCall, jobs: list[dict[str, Any]]) -> list[NodeResult]:
+    """Several of them, with each model's encoders loaded once for all that follow each other."""
+    made: list[Any] = []
+    for model, group in itertools.groupby(jobs, key=itemgetter("model")):
+        asked = [_question(model, job) for job in group]
+        plan = foreseen_of_several(call, offload_core.foresee_encode, [((model,), each) for each in asked])
+        made += offload_core.encode_many(model, asked, session=call.session, plan=plan)
+    call.say_how_it_went()
+    return [NodeResult((embeds,)) for embeds in made]
+
+
+def _question(model: Any, job: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of the engine's encode."""
+    words = {"prompt": job["prompt"], "negative_prompt": _negative(model, job["negative_prompt"])}
+    return words if job.get("images") is None else {**words, "images": job["images"]}
+
+
+def _negative(model: Any, text: str) -> str | None:
+    return text or ("" if model.guidance_name == "true_cfg_scale" else None)
+
+
+NODE = Node(SCHEMA, encode_prompt, run_many=encode_prompts)

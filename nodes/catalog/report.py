@@ -33,6 +33,7 @@ SCHEMA = NodeSchema(
     ),
     search_aliases=("report", "memory", "vram", "peak", "time", "statistics", "profile", "offload"),
     is_output=True,
+    takes_lists=True,
 )
 
 

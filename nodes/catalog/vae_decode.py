@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import offload_core
 from offload_core.errors import InputError
 
-from ..foreseen import foreseen
+from ..foreseen import foreseen, foreseen_of_several
 from ..pictures import as_image
 from ..results import NodeResult
 from ..schema import MODEL, RECORD_KEY, Input, Node, NodeSchema, Output
@@ -51,13 +53,23 @@ SCHEMA = NodeSchema(
         ),
     ),
     outputs=(
-        Output("image", "IMAGE", "The pictures; the frames of a video come as a batch."),
         Output(
-            "audio", "AUDIO", "The sound of a model that makes some (LTX-2). With others, what follows doesn't run."
+            "image",
+            "IMAGE",
+            "The pictures; the frames of a video come as a batch. A list of latents gives a list: all are decoded in "
+            "one phase.",
+            is_list=True,
         ),
-        Output("video", "VIDEO", "The frames and the sound as one video, for Save Video."),
+        Output(
+            "audio",
+            "AUDIO",
+            "The sound of a model that makes some (LTX-2). With others, what follows doesn't run.",
+            is_list=True,
+        ),
+        Output("video", "VIDEO", "The frames and the sound as one video, for Save Video.", is_list=True),
     ),
     search_aliases=("vae decode", "latent to image", "tiled", "tiling", "video", "audio", "sound", "fps", "offload"),
+    takes_lists=True,
 )
 
 
@@ -70,16 +82,47 @@ def vae_decode(
     """
     tiling = model.settings.vae_tiling if tiling == "auto" else tiling
     latents, notes = _latents_to_decode(model, latent)
-    host = call.state.host
-    sound = offload_core.decode_sound(model, latents, session=call.session) if latents.sound is not None else None
+    sound = _sound(call, model, latents)
     with foreseen(call, offload_core.foresee_decode, model, latents, tiling=tiling) as plan:
         pixels = offload_core.decode(model, latents, "np", tiling=tiling, session=call.session, plan=plan)
-    image = as_image(pixels).to(**host.image_placement())
-    audio = None if sound is None else {"waveform": sound[0], "sample_rate": sound[1]}
-    rate = frame_rate or latents.frame_rate or USUAL_FRAME_RATE
     call.say_how_it_went(*notes)
+    return _result(call, pixels, sound, frame_rate or latents.frame_rate)
+
+
+def vae_decode_jobs(call: NodeCall, jobs: list[dict[str, Any]]) -> list[NodeResult]:
+    """Several of them, with each model's VAE loaded once for all that follow each other."""
+    made: list[NodeResult] = []
+    said: dict[str, None] = {}
+    for (model, tiling), group in itertools.groupby(jobs, key=itemgetter("model", "tiling")):
+        same = list(group)
+        tiling = model.settings.vae_tiling if tiling == "auto" else tiling
+        found = [_latents_to_decode(model, job["latent"]) for job in same]
+        said |= dict.fromkeys(note for _, notes in found for note in notes)
+        latents = [each for each, _ in found]
+        sounds = [_sound(call, model, each) for each in latents]
+        asked = [((model, each), {"tiling": tiling}) for each in latents]
+        plan = foreseen_of_several(call, offload_core.foresee_decode, asked)
+        pictures = offload_core.decode_many(model, latents, "np", tiling=tiling, session=call.session, plan=plan)
+        rates = [job.get("frame_rate") or each.frame_rate for job, each in zip(same, latents, strict=True)]
+        made += [_result(call, *one) for one in zip(pictures, sounds, rates, strict=True)]
+    call.say_how_it_went(*said)
+    return made
+
+
+def _sound(call: NodeCall, model: Any, latents: Any) -> dict[str, Any] | None:
+    """The AUDIO of latents that have some."""
+    if latents.sound is None:
+        return None
+    waveform, sample_rate = offload_core.decode_sound(model, latents, session=call.session)
+    return {"waveform": waveform, "sample_rate": sample_rate}
+
+
+def _result(call: NodeCall, pixels: Any, audio: dict[str, Any] | None, frame_rate: float | None) -> NodeResult:
+    host = call.state.host
+    image = as_image(pixels).to(**host.image_placement())
     no_sound = "This model makes no sound: take what follows the audio of VAE Decode Phase off."
-    return NodeResult((image, host.nothing(no_sound) if audio is None else audio, host.video(image, rate, audio)))
+    video = host.video(image, frame_rate or USUAL_FRAME_RATE, audio)
+    return NodeResult((image, host.nothing(no_sound) if audio is None else audio, video))
 
 
 def _latents_to_decode(model: Any, latent: Mapping[str, Any]) -> tuple[Any, list[str]]:
@@ -96,4 +139,4 @@ def _latents_to_decode(model: Any, latent: Mapping[str, Any]) -> tuple[Any, list
     return record, []
 
 
-NODE = Node(SCHEMA, vae_decode)
+NODE = Node(SCHEMA, vae_decode, run_many=vae_decode_jobs)

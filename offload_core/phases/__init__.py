@@ -1,9 +1,9 @@
 """Phases: a pipeline's own code run in parts, each with only its components loaded. See docs/phases.md."""
 
 from ._components import from_files, stand_in
-from ._decode import check_latents, decode, latents_from_samples
-from ._denoise import check_denoise, check_embeds, denoise
-from ._encode import encode
+from ._decode import check_latents, decode, decode_many, latents_from_samples
+from ._denoise import check_denoise, check_embeds, denoise, denoise_many
+from ._encode import encode, encode_many
 from ._foresee import (
     PhaseTrace,
     TracedCall,
@@ -38,10 +38,13 @@ __all__ = [
     "check_embeds",
     "check_latents",
     "decode",
+    "decode_many",
     "decode_sound",
     "denoise",
+    "denoise_many",
     "encode",
     "encode_images",
+    "encode_many",
     "foresee",
     "from_files",
     "guest_of",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,7 @@ from ..session import Session
 from ._components import Component
 from ._frames import all_finite, finished_frames
 from ._handle import Handle
+from ._jobs import each_job, need_jobs
 from ._layout import Layout
 from ._marks import vae_mark
 from ._plain import Plain, from_plain, to_plain
@@ -59,46 +61,86 @@ def decode(
     Raises RecordError, naming the field, for latents of another kind of model, InputError, InsufficientMemoryError,
     NumericalError. The latents are never changed or lost.
     """
+    (pictures,) = decode_many(handle, [latents], output_type, tiling=tiling, session=session, plan=plan)
+    return pictures
+
+
+def decode_many(
+    handle: Handle,
+    jobs: Sequence[Latents],
+    output_type: str = "pil",
+    *,
+    tiling: str | None = None,
+    session: Session | None = None,
+    plan: Plan | None = None,
+) -> list[Any]:
+    """Pictures of each of several latents, with the VAE loaded once for all that need it in one dtype.
+
+    The pictures are those that `decode` gives for them one by one; with tiling "auto", what follows one that didn't fit
+    whole is decoded in tiles, too. plan: of the most demanding one. Raises what `decode` does, and InputError for no
+    latents; then there are no pictures of any.
+    """
     tiling = tiling or handle.settings.vae_tiling
     if output_type not in OUTPUT_TYPES:
         raise InputError(f"output_type is {output_type!r}; use one of {', '.join(OUTPUT_TYPES)}.")
     if tiling not in TILE_SIZES:
         raise InputError(f"tiling is {tiling!r}; use auto, on or off.")
     source = handle.source()
-    check_latents(handle, source, latents)
-    owned = {latents.component} | {name for name, part in models(source) if role_of(part) is Role.TAIL}
+    for latents in need_jobs(jobs):
+        check_latents(handle, source, latents)
+    session, made = session or Session(), []
+    for (name, dtype, by_blocks), group in itertools.groupby(jobs, key=functools.partial(_way, handle, source)):
+        owned = {name} | {tail for tail, part in models(source) if role_of(part) is Role.TAIL}
+        port = PicturePort()
+        others = {other: StopPort() for other, part in models(source) if role_of(part) is Role.VAE}
+        ports: dict[str, Port] = {**others, name: port} if by_blocks else {}
+        with OpenPhase(handle, source, "decode", session, ports, owned, plan) as phase:
+            component = phase.components[name]
+            component.skip = ENCODER_HALF
+            # What the pipeline did to its VAE before decoding: an SDXL VAE in float16 is upcast.
+            recast = getattr(torch, dtype)
+            component.recast = recast if recast != component.dtype else None
+            decoder = _Decoder(phase, component, tiling)
+            for latents in each_job(phase, list(group)):
+                if by_blocks:
+                    made.append(_finish_by_blocks(phase, port, decoder, latents, output_type))
+                else:
+                    asked = functools.partial(decode_arguments, latents, component.module, phase.device)
+                    made.append(_finish(phase, decoder.decode(asked), latents, output_type))
+    return made
+
+
+def _way(handle: Handle, source: ModelSource, latents: Latents) -> tuple[str, str, bool]:
+    """The VAE that decodes, its dtype, and whether the model's own last blocks finish the picture."""
     by_blocks = latents.rest is not None and source.blocks is not None and latents.pipeline == handle.pipeline
-    port = PicturePort(latents)
-    others = {name: StopPort() for name, part in models(source) if role_of(part) is Role.VAE}
-    ports: dict[str, Port] = {**others, latents.component: port} if by_blocks else {}
-    with OpenPhase(handle, source, "decode", session or Session(), ports, owned, plan) as phase:
-        component = phase.components[latents.component]
-        component.skip = ENCODER_HALF
-        # What the pipeline did to its VAE before decoding: an SDXL VAE in float16 is upcast.
-        recast = getattr(torch, latents.dtype)
-        component.recast = recast if recast != component.dtype else None
-        asked = functools.partial(decode_arguments, latents, component.module, phase.device)
-        if latents.rest is None or not by_blocks:
-            return _finish(phase, _decode(phase, component, asked, tiling), latents, output_type)
-        port.first, port.decode = asked, functools.partial(_decode, phase, component, tiling=tiling)
-        pictures = phase.pipeline.finish(latents.rest, phase.device, output_type)
-        if pictures is None:
-            raise InputError(f"The last blocks of {handle.pipeline} made neither pictures nor videos.")
-        return _on_cpu(pictures)
+    return latents.component, latents.dtype, by_blocks
+
+
+def _finish_by_blocks(phase: Phase, port: PicturePort, decoder: _Decoder, latents: Latents, output_type: str) -> Any:
+    asked = functools.partial(decode_arguments, latents, decoder.component.module, phase.device)
+    port.start(latents, asked, decoder.decode)
+    pictures = phase.pipeline.finish(latents.rest, phase.device, output_type)
+    if pictures is None:
+        raise InputError(f"The last blocks of {phase.handle.pipeline} made neither pictures nor videos.")
+    return _on_cpu(pictures)
 
 
 class PicturePort:
     """Stands before the VAE while the last blocks run: its first picture is that of the latents, whose values may have
     been changed since; further ones (a video in pieces) are what the blocks ask for."""
 
-    def __init__(self, latents: Latents) -> None:
-        self.latents = latents
+    def __init__(self) -> None:
+        self.latents: Latents | None = None
         self.first: Arguments | None = None
         self.decode: Callable[[Arguments], torch.Tensor] | None = None
         self._inside = False
 
+    def start(self, latents: Latents, first: Arguments, decode: Callable[[Arguments], torch.Tensor]) -> None:
+        """What comes from now on belongs to these latents."""
+        self.latents, self.first, self.decode = latents, first, decode
+
     def call(self, module: nn.Module, name: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if name != "decode" or self._inside or self.decode is None:
+        if name != "decode" or self._inside or self.decode is None or self.latents is None:
             return run(*args, **kwargs)
         first, self.first = self.first, None
         if first is None and self.latents.seed is None:
@@ -152,22 +194,33 @@ def check_latents(handle: Handle, source: ModelSource, latents: Any) -> None:
         )
 
 
-def _decode(phase: Phase, component: Component, asked: Arguments, tiling: str) -> torch.Tensor:
-    """Whole, or in tiles. After running out of memory: again with everything else given back, then with "auto" in
-    smaller and smaller tiles."""
-    picture = _decode_somehow(phase, component, asked, tiling)
-    if not all_finite(picture):
-        raise NumericalError(
-            "Decode produced values that aren't numbers (NaN), so there is no picture. "
-            "Try dtype=float32 or bfloat16: some VAEs overflow in float16."
-        )
-    return picture
+class _Decoder:
+    """Decodes whole, or in tiles: with "auto" first in those that are foretold to fit, and after running out of memory
+    in smaller and smaller ones. What failed once isn't tried for the next picture."""
+
+    def __init__(self, phase: Phase, component: Component, tiling: str) -> None:
+        self.phase, self.component, self.tiling = phase, component, tiling
+        self.sizes = TILE_SIZES[tiling]
+        if tiling == "auto" and phase.plan is not None and phase.plan.tile in self.sizes:
+            self.sizes = self.sizes[self.sizes.index(phase.plan.tile) :]
+
+    def decode(self, asked: Arguments) -> torch.Tensor:
+        """Raises NumericalError for a picture that is none, InsufficientMemoryError."""
+        picture, self.sizes = _decode(self.phase, self.component, asked, self.sizes, self.tiling)
+        if not all_finite(picture):
+            raise NumericalError(
+                "Decode produced values that aren't numbers (NaN), so there is no picture. "
+                "Try dtype=float32 or bfloat16: some VAEs overflow in float16."
+            )
+        return picture
 
 
-def _decode_somehow(phase: Phase, component: Component, asked: Arguments, tiling: str) -> torch.Tensor:
-    sizes, vae = TILE_SIZES[tiling], component.module
-    if tiling == "auto" and phase.plan is not None and phase.plan.tile in sizes:
-        sizes = sizes[sizes.index(phase.plan.tile) :]
+def _decode(
+    phase: Phase, component: Component, asked: Arguments, sizes: tuple[int | None, ...], tiling: str
+) -> tuple[torch.Tensor, tuple[int | None, ...]]:
+    """The picture, and the sizes from the one that worked on. After running out of memory it is tried again with
+    everything else given back, before smaller tiles are."""
+    vae = component.module
     component.load()
     reason = ""
     for index, pixels in enumerate(sizes):
@@ -182,7 +235,7 @@ def _decode_somehow(phase: Phase, component: Component, asked: Arguments, tiling
         if failed and not reason and phase.make_room(component, share=1.0):
             picture, failed = _try(phase, vae, asked)
         if picture is not None:
-            return picture
+            return picture, sizes[index:]
         reason = failed
     raise InsufficientMemoryError(
         f"Decode ran out of memory on {phase.device}{_in_tiles(pixels)} ({reason.splitlines()[0]}). The latents are "

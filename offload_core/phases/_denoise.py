@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import difflib
 import functools
-from collections.abc import Callable
-from dataclasses import replace
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from ..session import Session
 from ._components import Component
 from ._encode import friendly_errors, one_negative_each, pictures_call, run_encode, with_pictures
 from ._handle import Handle, model_defaults
+from ._jobs import each_job, need_jobs
 from ._layout import Layout
 from ._loras import plan_loras
 from ._marks import encoders_mark, vae_mark
@@ -75,6 +78,34 @@ def denoise(
         raise MissingRecordError(_missing_sentence(embeds, call, missing.component)) from None
 
 
+def denoise_many(
+    handle: Handle, jobs: Sequence[Mapping[str, Any]], *, session: Session | None = None, plan: Plan | None = None
+) -> list[Latents]:
+    """Latents for each of `jobs`, with the denoiser loaded once for all that follow each other with one pipeline.
+
+    jobs: the arguments of `denoise` (embeds, images, seed, scheduler, ...), one mapping for each; the latents are those
+    that `denoise` gives for them one by one, bit for bit. One whose embeds lack an encoding runs by itself in the end.
+    plan: of the most demanding one. Raises what `denoise` does, and InputError for no jobs; then there are no latents
+    of any.
+    """
+    session, asked = session or Session(), []
+    for job in need_jobs(jobs):
+        kwargs = dict(job)
+        embeds, images = kwargs.pop("embeds", None), kwargs.pop("images", None)
+        seed, scheduler = kwargs.pop("seed", 0), kwargs.pop("scheduler", None)
+        _check_seed(seed)
+        here, source, call, known = denoise_question(handle, embeds, images, kwargs)
+        asked.append((here, source, _Job(known, call, seed, scheduler)))
+    made: list[Latents | RecordMissing] = []
+    for here, group in itertools.groupby(asked, key=itemgetter(0)):
+        same = list(group)
+        made += _run_all(here, same[0][1], [job for _, _, job in same], session, plan=plan)
+    return [
+        denoise(handle, **job, session=session) if isinstance(latents, RecordMissing) else latents
+        for latents, job in zip(made, jobs, strict=True)
+    ]
+
+
 def denoise_question(
     handle: Handle, embeds: Any, images: Images | None, kwargs: dict[str, Any]
 ) -> tuple[Handle, ModelSource, dict[str, Any], dict[str, Any]]:
@@ -118,8 +149,33 @@ def _run(
     plan: Plan | None = None,
     scheduler: str | None = None,
 ) -> Latents:
+    (latents,) = _run_all(handle, source, [_Job(records_of, call, seed, scheduler)], session, note, plan)
+    if isinstance(latents, RecordMissing):
+        raise latents
+    return latents
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What a run of the pipeline needs. records: of the embeds. call: the pipeline's arguments."""
+
+    records: dict[str, Any]
+    call: dict[str, Any]
+    seed: int
+    scheduler: str | None = None
+
+
+def _run_all(
+    handle: Handle,
+    source: ModelSource,
+    jobs: Sequence[_Job],
+    session: Session,
+    note: str | None = None,
+    plan: Plan | None = None,
+) -> list[Latents | RecordMissing]:
+    """Runs one phase: for each job its latents, or what its embeds lack."""
     device = handle.device_here()
-    records = Records(records_of)
+    records = Records()
     ports = denoise_ports(source, records, device)
     owned = {name for name, port in ports.items() if isinstance(port, RunPort)}
     vaes = {name for name, port in ports.items() if isinstance(port, CapturePort)} if source.blocks else set()
@@ -127,17 +183,32 @@ def _run(
         let_vaes_run(phase, ports)
         if note:
             phase.notes.append(note)
-        use_scheduler(phase, scheduler)
         plan_loras(phase, owned)
-        _one_expert_at_a_time(phase, owned)
         for name in owned:
             phase.components[name].gate.after_oom = functools.partial(phase.make_room, phase.components[name])
-        check_size(phase.pipeline, call)
-        preview = Previewer(phase, source, call)
-        with contextlib.suppress(PhaseDone), friendly_errors():
-            generator = torch.Generator("cpu").manual_seed(seed)
-            phase.pipeline(**call, **preview.arguments(), generator=generator)
-        return collect_latents(handle, source, phase, ports, call, seed)
+        for job in jobs:
+            check_size(phase.pipeline, job.call)
+        made: list[Latents | RecordMissing] = []
+        for job in each_job(phase, jobs):
+            records.start(job.records)
+            _one_expert_at_a_time(phase, owned)
+            try:
+                made.append(_run_job(handle, source, phase, ports, job))
+            except RecordMissing as missing:
+                made.append(RecordMissing(missing.component))  # without its frames
+        return made
+
+
+def _run_job(handle: Handle, source: ModelSource, phase: Phase, ports: dict[str, Port], job: _Job) -> Latents:
+    use_scheduler(phase, job.scheduler)
+    for port in ports.values():
+        if isinstance(port, CapturePort):
+            port.captured = None
+    preview = Previewer(phase, source, job.call)
+    with contextlib.suppress(PhaseDone), friendly_errors():
+        generator = torch.Generator("cpu").manual_seed(job.seed)
+        phase.pipeline(**job.call, **preview.arguments(), generator=generator)
+    return collect_latents(handle, source, phase, ports, job.call, job.seed)
 
 
 def use_scheduler(phase: Phase, name: str | None) -> None:

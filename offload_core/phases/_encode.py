@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import replace
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -14,6 +17,7 @@ from ..plan import Plan
 from ..session import Session
 from ._answers import Answers
 from ._handle import Handle, model_defaults
+from ._jobs import each_job, need_jobs
 from ._loras import plan_loras
 from ._marks import encoders_mark
 from ._pipeline import call_class, call_parameters, check_call
@@ -89,6 +93,30 @@ def pictures_call(handle: Handle, source: ModelSource, images: Images | None) ->
     return call
 
 
+def encode_many(
+    handle: Handle, jobs: Sequence[Mapping[str, Any]], *, session: Session | None = None, plan: Plan | None = None
+) -> list[Embeds]:
+    """Embeddings for each of `jobs`, with every encoder loaded once for all of them.
+
+    jobs: the arguments of `encode` (prompt, negative_prompt, ...), one mapping for each; the embeddings are those that
+    `encode` gives for them one by one, bit for bit. plan: of the most demanding one. Raises what `encode` does, and
+    InputError for no jobs at all; then there are no embeddings of any.
+    """
+    asked = []
+    for kwargs in map(dict, need_jobs(jobs)):
+        prompt, negative, images = (kwargs.pop(name, None) for name in ("prompt", "negative_prompt", "images"))
+        asked.append((*encode_question(handle, prompt, negative, images, kwargs), images))
+    made: list[Embeds] = []
+    for here, group in itertools.groupby(asked, key=itemgetter(0)):
+        same = list(group)
+        runs = [
+            _Job(encode_run(source, call), call, dict(images.records) if images is not None else {})
+            for _, source, call, images in same
+        ]
+        made += _run_all(here, same[0][1], runs, session or Session(), plan)
+    return made
+
+
 def encode_call(source: ModelSource, prompt: Any, negative_prompt: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of the pipeline's call that the caller gives, checked."""
     cls: Any = call_class(source)
@@ -136,36 +164,67 @@ def run_encode(
 ) -> Embeds:
     """Runs the phase with the arguments `run`; `call` is kept for Denoise, `known` needn't be encoded again. What the
     session's prompt cache holds needn't, either."""
-    try:
-        return _run(handle, source, run, call, session, known, plan)
-    except RecordMissing:  # a known answer lacks a part that nobody read before: all are made again, whole
-        return _run(handle, source, run, call, session, {}, plan, anew=True)
+    (embeds,) = _run_all(handle, source, [_Job(run, call, known)], session, plan)
+    return embeds
 
 
-def _run(
+@dataclass(frozen=True)
+class _Job:
+    """See `run_encode`."""
+
+    run: dict[str, Any]
+    call: dict[str, Any]
+    known: dict[str, Any] = field(default_factory=dict)
+
+
+def _run_all(
+    handle: Handle, source: ModelSource, jobs: Sequence[_Job], session: Session, plan: Plan | None
+) -> list[Embeds]:
+    """Runs one phase, and another for jobs of which a known answer lacks a part that nobody read before: there all of
+    them are made again, whole."""
+    made = _run_phase(handle, source, jobs, session, plan)
+    lacking = [replace(job, known={}) for job, embeds in zip(jobs, made, strict=True) if embeds is None]
+    again = iter(_run_phase(handle, source, lacking, session, plan, anew=True) if lacking else ())
+    return [embeds or next(again) for embeds in made]  # type: ignore[misc]  # anew, none is None
+
+
+def _run_phase(
     handle: Handle,
     source: ModelSource,
-    run: dict[str, Any],
-    call: dict[str, Any],
+    jobs: Sequence[_Job],
     session: Session,
-    known: dict[str, Any],
     plan: Plan | None,
     *,
     anew: bool = False,
-) -> Embeds:
-    kept, run = plain_call(call), from_plain(plain_call(run), torch.device("cpu"))  # pipelines write into their lists
-    answers = Answers(session.prompt_cache, handle, source, run, reads=not anew)
-    records, device = Records(known, answers), handle.device_here()
+) -> list[Embeds | None]:
+    """The embeddings of each job, None where a known answer lacks a part. anew: no answer is taken from the cache."""
+    # Pipelines write into their lists.
+    plain = [(plain_call(job.call), from_plain(plain_call(job.run), torch.device("cpu"))) for job in jobs]
+    records, device = Records(), handle.device_here()
     ports = encode_ports(source, records, device)
     owned = {name for name, port in ports.items() if not isinstance(port, StopPort)}
+    found: list[tuple[dict[str, Plain], tuple[str, ...]] | None] = []
+    taken: set[str] = set()
     with OpenPhase(handle, source, "encode", session, ports, owned, plan) as phase:
         plan_loras(phase, owned)
-        with contextlib.suppress(PhaseDone), friendly_errors():
-            phase.pipeline(**run, generator=torch.Generator("cpu").manual_seed(0))
-        notes = _prompt_notes(phase, call, ports)
-        phase.notes += [*notes, *_cache_notes(phase, answers)]
-        plain = _keep_answers(records, answers, ports)
-    return Embeds(handle.pipeline, encoders_mark(handle, source, plain), kept, plain, tuple(notes))
+        for job, (_, run) in each_job(phase, list(zip(jobs, plain, strict=True))):
+            answers = Answers(session.prompt_cache, handle, source, run, reads=not anew)
+            records.start(job.known, answers)
+            try:
+                with contextlib.suppress(PhaseDone), friendly_errors():
+                    phase.pipeline(**run, generator=torch.Generator("cpu").manual_seed(0))
+            except RecordMissing:
+                found.append(None)
+                continue
+            notes = _prompt_notes(phase, job.call, ports)
+            phase.notes += notes
+            taken |= answers.taken
+            found.append((_keep_answers(records, answers, ports), tuple(notes)))
+        phase.notes += _cache_notes(phase, taken)
+    return [
+        Embeds(handle.pipeline, encoders_mark(handle, source, one[0]), call, *one) if one is not None else None
+        for one, (call, _) in zip(found, plain, strict=True)
+    ]
 
 
 def _keep_answers(records: Records, answers: Answers, ports: dict[str, Port]) -> dict[str, Plain]:
@@ -178,12 +237,13 @@ def _keep_answers(records: Records, answers: Answers, ports: dict[str, Port]) ->
     return {key: record for key, record in plain.items() if not isinstance(ports[key.split(".")[0]], HeadPort)}
 
 
-def _cache_notes(phase: Phase, answers: Answers) -> list[str]:
-    if not answers.taken:
+def _cache_notes(phase: Phase, taken: set[str]) -> list[str]:
+    """taken: components that answered from the cache."""
+    if not taken:
         return []
     if not phase.forwards():
         return ["The embeds are from the cache: no weights were loaded."]
-    return [f"From the cache, without its weights: {name}." for name in answers.taken if name not in phase.forwards()]
+    return [f"From the cache, without its weights: {name}." for name in taken if name not in phase.forwards()]
 
 
 def encode_ports(source: ModelSource, records: Records, device: torch.device) -> dict[str, Port]:
@@ -231,21 +291,31 @@ def _from_check(error: ValueError) -> bool:
 
 def _prompt_notes(phase: Phase, call: dict[str, Any], ports: dict[str, Port]) -> list[str]:
     """Sentences about a prompt that is empty or longer than every encoder takes."""
+    tokens = _take_token_counts(ports)
     prompts = call.get("prompt")
     texts = [prompts] if isinstance(prompts, str) else list(prompts or [])
     if any(not text.strip() for text in texts):
         return ["The prompt is empty: nothing guides the picture."]
     cut = []
-    for name, port in ports.items():
+    for name in ports:
         tokenizer = getattr(phase.pipeline, name.replace("text_encoder", "tokenizer"), None)
-        if not isinstance(port, RecordingPort) or not port.tokens or tokenizer is None:
+        if not tokens.get(name) or tokenizer is None:
             continue
         longest = max((_count_tokens(tokenizer, text) for text in texts), default=0)
-        cut.append((longest, port.tokens))
+        cut.append((longest, tokens[name]))
     if cut and all(there > kept for there, kept in cut):
         there, kept = max(cut, key=lambda pair: pair[1])
         return [f"The prompt has {there} tokens and the model reads the first {kept}; the rest has no effect."]
     return []
+
+
+def _take_token_counts(ports: dict[str, Port]) -> dict[str, int]:
+    """How many tokens each encoder was given at most since this was asked the last time."""
+    counts = {}
+    for name, port in ports.items():
+        if isinstance(port, RecordingPort):
+            counts[name], port.tokens = port.tokens, 0
+    return counts
 
 
 def _count_tokens(tokenizer: Any, text: str) -> int:

@@ -64,6 +64,12 @@ class Records:
         asked = to_plain([list(args), kwargs], f"an argument of {component}")
         return f"{component}.{name}:{asked.key()}"
 
+    def start(self, plain: dict[str, Plain], answers: Answers | None = None) -> None:
+        """Begins anew, for another run of the same ports."""
+        self.plain, self.answers = dict(plain), answers
+        self.live.clear()
+        self.drawn.clear()
+
     def find(self, component: str, key: str) -> Plain | None:
         """The answer to a question that was asked before, here or elsewhere."""
         if key not in self.plain and self.answers is not None:

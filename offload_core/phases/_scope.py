@@ -45,6 +45,7 @@ class Phase:
         self.components: dict[str, Component] = {}
         self.pipeline: Any = None
         self.on_step: Callable[[int, int], None] | None = None  # told of each step, in place of the observer
+        self.job, self.jobs = 0, 1  # the number of the job that runs, and how many there are
         self._to_load = 0
         self._arrived = 0
         self._steps: list[float] = []  # when each began or ended
@@ -134,6 +135,7 @@ class Phase:
 
     def _step(self, done: int, total: int) -> None:
         self._steps.append(time.perf_counter())
+        done, total = self.job * total + done, self.jobs * total
         if self.on_step is not None:
             self.on_step(done, total)
         else:
@@ -314,7 +316,8 @@ class OpenPhase(contextlib.AbstractContextManager[Phase]):
                 stall_s=phase.traffic.stall_s,
                 forward_s=forward_s,
                 step_s=step_s,
-                predicted=predicted_figures(phase.plan) if phase.plan is not None else {},
+                # A plan is of one job; of several it only says what activations take.
+                predicted=predicted_figures(phase.plan) if phase.plan is not None and phase.jobs == 1 else {},
                 warm_bytes=phase.traffic.warm_bytes,
             )
         )
