@@ -122,8 +122,8 @@ def denoise(
 ) -> NodeResult:
     """PhaseOffloadDenoise: a LATENT of `batch` pictures. 0 (and a negative guidance or strength) leave the model's own
     default."""
-    job = {"steps": steps, "guidance": guidance, "width": width, "height": height, "batch": batch}
-    start = {"images": images, "latent": latent, "strength": strength}
+    job: dict[str, Any] = {"steps": steps, "guidance": guidance, "width": width, "height": height, "batch": batch}
+    start: dict[str, Any] = {"images": images, "latent": latent, "strength": strength}
     options, notes = _options(model, scheduler, **start, **job)
     with foreseen(call, offload_core.foresee_denoise, model, embeds, seed=seed, **options) as plan:
         latents = offload_core.denoise(model, embeds, seed=seed, session=call.session, plan=plan, **options)

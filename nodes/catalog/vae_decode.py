@@ -113,8 +113,8 @@ def _sound(call: NodeCall, model: Any, latents: Any) -> dict[str, Any] | None:
     """The AUDIO of latents that have some."""
     if latents.sound is None:
         return None
-    waveform, sample_rate = offload_core.decode_sound(model, latents, session=call.session)
-    return {"waveform": waveform, "sample_rate": sample_rate}
+    sound = offload_core.decode_sound(model, latents, session=call.session)
+    return None if sound is None else {"waveform": sound[0], "sample_rate": sound[1]}
 
 
 def _result(call: NodeCall, pixels: Any, audio: dict[str, Any] | None, frame_rate: float | None) -> NodeResult:
