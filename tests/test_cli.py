@@ -121,6 +121,11 @@ def test_options_become_the_pipelines_own_arguments(engine: FakeEngine, tmp_path
     assert sorted(os.listdir(tmp_path)) == ["phase-offload-0.png", "phase-offload-1.png"]
 
 
+def test_a_folder_for_the_prompt_cache_becomes_a_setting(engine: FakeEngine, tmp_path: Path):
+    assert run(*GENERATE, "--prompt-cache", str(tmp_path / "answers")) == 0
+    assert engine.asked["load"]["settings"] == OffloadSettings(prompt_cache_folder=str(tmp_path / "answers"))
+
+
 @pytest.mark.parametrize("command", [GENERATE, ("demo", "--captions", "a red star on a blue background")])
 def test_budgets_become_settings(engine: FakeEngine, command: tuple[str, ...]):
     assert run(*command, "--device-memory", "leave 2GiB", "--host-memory", "60%") == 0

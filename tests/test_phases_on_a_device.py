@@ -180,3 +180,38 @@ def test_purge_says_what_it_freed() -> None:
     assert result["device"] == "vgpu:0"
     assert "on vgpu:0 and" in result["sentence"]
     assert result["same"]
+
+
+def warm_figures(settings: dict[str, Any]) -> dict[str, Any]:
+    torch, device, po, path, texts, call = _setup("sd15")
+    session = po.Session()
+    handle = po.load(path, settings=po.OffloadSettings(warm=True, **settings))
+    embeds = po.encode(handle, **texts, session=session)
+    first, second = (po.denoise(handle, embeds, seed=1, session=session, **call).samples for _ in range(2))
+    again = po.encode(handle, **texts, session=session)
+    cold, warm = session.report.phases[1:3]
+    held = session.warm.held_bytes
+    return {
+        "equal": torch.equal(first, second),
+        "cold": [cold.bytes_read >= cold.weight_bytes, cold.streamed_bytes],
+        "warm": [warm.bytes_read, warm.warm_bytes >= warm.weight_bytes, warm.streamed_bytes],
+        "encode": session.report.phases[3].weight_bytes,
+        "same_embeds": [record.key() == again.records[key].key() for key, record in embeds.records.items()],
+        "held": held,
+        "freed": session.warm.release(),
+        "left": [device.current(), device.pinned_bytes()],
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [{}, {"device_memory": 500 << 10, "activation_memory": 0, "resident_below": 4096}])
+def test_an_accelerator_sends_warm_copies_without_reading_files(settings: dict[str, Any]) -> None:
+    found = run_on_vgpu(warm_figures, settings)
+    assert found["equal"]
+    assert all(found["same_embeds"])
+    assert found["cold"][0]
+    assert found["warm"] == [0, True, found["cold"][1]]
+    assert bool(found["cold"][1]) == bool(settings)
+    assert found["encode"] == 0
+    assert found["held"] == found["freed"] > 0
+    assert found["left"] == [0, 0]

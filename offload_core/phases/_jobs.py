@@ -33,6 +33,7 @@ def each_job(phase: Phase, jobs: Sequence[T]) -> Iterator[T]:
             if scheduler is not None:
                 phase.pipeline.scheduler = copy.deepcopy(scheduler)
             _recast_stand_ins(phase, dtypes)
+        phase.poll(0)  # where all answers are known, nothing else asks whether to stop
         yield job
     phase.notes = list(dict.fromkeys(phase.notes))  # several may have said the same
 
