@@ -22,8 +22,6 @@ from test_staging import as_pipeline
 FOX = picture("fox")
 OF_PICTURES = ("image", "mask_image", "height", "width", "num_frames", "max_area", "_auto_resize", "image_crf")
 OF_TEXTS = ("prompt", "negative_prompt", "max_sequence_length")
-QUICK = ("flux_img2img",)
-CASES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in VARIANTS]
 SLOW_LATENTS = [
     pytest.param(name, marks=pytest.mark.slow) for name in ("sdxl_img2img", "flux_img2img", "z_image_img2img")
 ]
@@ -40,7 +38,8 @@ def handle(name: str) -> po.Handle:
     return po.load(tiny_model(name), device="cpu")
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", VARIANTS)
 def test_a_model_for_texts_takes_a_picture_as_its_sibling_pipeline_does(name: str, tmp_path: Path) -> None:
     variant = VARIANTS[name]
     path = tiny_model(variant.family)
@@ -64,6 +63,7 @@ def test_a_model_for_texts_takes_a_picture_as_its_sibling_pipeline_does(name: st
     assert seen.leaked_bytes == encode.leaked_bytes == denoise.leaked_bytes == 0
 
 
+@pytest.mark.slow
 def test_any_strength_number_of_steps_and_seed_use_the_picture_as_it_was_encoded_once() -> None:
     # At strength 1 the inpainting pipeline doesn't ask for the picture, and below it does.
     model, path = handle("sd15"), tiny_model("sd15")
@@ -113,6 +113,7 @@ def test_a_latent_is_a_start_as_it_is_for_the_pipeline_and_loads_no_vae(name: st
     assert torch.equal(po.decode(model, latents, "pt").float(), expected)
 
 
+@pytest.mark.slow
 def test_a_latent_with_a_mask_keeps_what_the_mask_leaves_alone() -> None:
     samples, _ = encoding_of("sd15", FOX)
     images = po.images_from_samples(handle("sd15"), samples, mask())
@@ -124,6 +125,7 @@ def test_a_latent_with_a_mask_keeps_what_the_mask_leaves_alone() -> None:
     assert not torch.allclose(made[..., kept:], samples[..., kept:], atol=0.1)
 
 
+@pytest.mark.slow
 def test_the_result_has_the_picture_s_size_rounded_down_unless_another_is_asked_for() -> None:
     images = po.encode_images(handle("flux"), picture("odd", 51, 70))
     assert [images.call.structure["dict"][i][1] for i in (1, 2)] == [48, 64]
@@ -137,6 +139,7 @@ def test_the_result_has_the_picture_s_size_rounded_down_unless_another_is_asked_
     assert torch.equal(po.decode(handle("sd15"), made, "pt"), expected)
 
 
+@pytest.mark.slow
 def test_embeddings_carry_the_pictures_that_encode_was_given() -> None:
     model = handle("sd15")
     images = po.encode_images(model, FOX)
@@ -167,6 +170,7 @@ def test_what_a_model_cannot_do_with_a_picture_is_a_sentence(name: str, argument
         po.encode_images(handle(name), **arguments)
 
 
+@pytest.mark.slow
 def test_pictures_of_another_model_are_refused() -> None:
     images = po.encode_images(handle("sd15"), FOX)
     embeds = po.encode(handle("sdxl"), "a red fox")
@@ -191,6 +195,7 @@ def test_a_handle_says_which_pipeline_does_a_task() -> None:
     assert handle("flux").for_task("inpaint").for_task("image-to-image").pipeline == "FluxImg2ImgPipeline"
 
 
+@pytest.mark.slow
 def test_foretold_peaks_of_a_job_with_a_picture_are_near_what_happens() -> None:
     model, session = handle("sd15"), po.Session()
     foretold = po.foresee_images(model, FOX)

@@ -152,7 +152,7 @@ def digest(value: Any) -> str:
     [("sd15", {"guidance_scale": 5.0}), ("flux", {"guidance_scale": 5.0})],
 )
 def test_images_are_those_of_the_pipeline(runner: GraphRunner, models: Path, model: str, options: dict) -> None:
-    (image,) = results_of(runner, graph_of(model, batch=2))["decode"].values
+    image = results_of(runner, graph_of(model, batch=2))["decode"].values[0]
     expected = one_shot(
         models / model,
         dtype=torch.float32,
@@ -169,9 +169,11 @@ def test_images_are_those_of_the_pipeline(runner: GraphRunner, models: Path, mod
     assert torch.equal(image, expected.movedim(1, -1))
 
 
-def test_frames_of_a_video_are_a_batch(runner: GraphRunner) -> None:
-    (image,) = results_of(runner, graph_of("wan22_5b", width=96, height=64))["decode"].values
+def test_frames_of_a_video_are_a_batch_and_a_video(runner: GraphRunner) -> None:
+    image, audio, video = results_of(runner, graph_of("wan22_5b", width=96, height=64))["decode"].values
     assert image.shape == (5, 64, 96, 3)  # phase_offload.json asks for 5 frames
+    assert audio is None
+    assert (video.image is image, video.frame_rate) == (True, 24.0)
 
 
 def test_defaults_are_left_to_the_model(runner: GraphRunner, monkeypatch: pytest.MonkeyPatch, models: Path) -> None:
@@ -212,7 +214,7 @@ def test_latent_follows_comfyuis_convention_and_carries_the_record(runner: Graph
 
 def test_changed_samples_win_over_the_record(runner: GraphRunner, host: SpokenHost) -> None:
     results = results_of(runner, graph_of("sd15"))
-    (handle,), (latent,), (image,) = (results[name].values for name in ("load", "denoise", "decode"))
+    handle, latent, image = (results[name].values[0] for name in ("load", "denoise", "decode"))
     same = call(runner, "PhaseOffloadVAEDecode", model=handle, latent=latent | {"samples": latent["samples"].clone()},
                 tiling="off")[0]  # fmt: skip
     assert torch.equal(same, image)
@@ -229,7 +231,7 @@ def test_a_larger_latent_of_another_node_is_decoded(runner: GraphRunner) -> None
     results = results_of(runner, graph_of("sd15"))
     (handle,), (latent,) = (results[name].values for name in ("load", "denoise"))
     larger = latent | {"samples": torch.nn.functional.interpolate(latent["samples"], scale_factor=2)}
-    (image,) = call(runner, "PhaseOffloadVAEDecode", model=handle, latent=larger, tiling="off")
+    image = call(runner, "PhaseOffloadVAEDecode", model=handle, latent=larger, tiling="off")[0]
     assert image.shape == (1, 96, 128, 3)
 
 
@@ -383,11 +385,11 @@ def test_every_phase_says_its_plan_before_it_loads_and_follows_it(
 def test_a_phase_that_cannot_be_foreseen_runs_without_a_plan(
     runner: GraphRunner, host: SpokenHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (whole,) = results_of(runner, graph_of("sd15"))["decode"].values
+    whole = results_of(runner, graph_of("sd15"))["decode"].values[0]
     runner.forget()
     for name in ("foresee_encode", "foresee_denoise", "foresee_decode"):
         monkeypatch.setitem(vars(offload_core), name, no_plan)
-    (again,) = results_of(runner, graph_of("sd15"))["decode"].values
+    again = results_of(runner, graph_of("sd15"))["decode"].values[0]
     assert torch.equal(whole, again) and "foretold" not in host.said["denoise"]
 
 
@@ -459,14 +461,14 @@ def test_a_damaged_model_is_a_sentence_each_time_and_works_when_mended(host: Spo
 def test_a_model_larger_than_its_budget_is_streamed_and_gives_the_same_picture(
     runner: GraphRunner, host: SpokenHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (whole,) = results_of(runner, graph_of("flux"))["decode"].values
+    whole = results_of(runner, graph_of("flux"))["decode"].values[0]
     assert "streamed" not in host.said["denoise"]
     largest = max(phase.weight_bytes for phase in runner.state.report.phases)
     # The weights of this model are all small, and small ones are never streamed.
     monkeypatch.setattr("phase_offload_nodes.state.OffloadSettings", partial(OffloadSettings, resident_below=0))
     graph = graph_of("flux")
     graph["load"]["inputs"]["device_memory"] = str(largest * 3 // 4)
-    (streamed,) = results_of(runner, graph)["decode"].values
+    streamed = results_of(runner, graph)["decode"].values[0]
     assert torch.equal(streamed, whole)
     assert re.search(r"\nstreamed .* of weights within .* on cpu and waited .* for them", host.said["denoise"])
     phases = {phase.name: phase for phase in runner.state.report.phases[-3:]}

@@ -70,6 +70,7 @@ def test_image_to_image_in_a_graph_is_the_pipeline_s_own_and_another_strength_en
     assert set(runner.run(other).executed) == {"denoise", "decode", "preview"}
 
 
+@pytest.mark.slow
 def test_a_latent_of_core_s_vae_encode_starts_a_denoise_and_its_noise_mask_repaints(runner: GraphRunner) -> None:
     model = offload_core.load(tiny_model("sd15"), device="cpu")
     embeds = offload_core.encode(model, "a red fox")

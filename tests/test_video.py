@@ -13,7 +13,7 @@ from diffusers.video_processor import VideoProcessor
 
 import fake_engine
 import offload_core as po
-from offload_core.errors import RecordError
+from offload_core.errors import NumericalError, RecordError
 from offload_core.phases import _frames
 from offload_core.phases._sound import frame_rate_of
 from offload_core.tiny_models.running import load_tiny
@@ -23,6 +23,7 @@ from phase_offload_nodes.state import PackState
 from staging import job, tiny_model, words
 
 
+@pytest.mark.slow
 def test_sound_is_decoded_beside_the_picture_as_the_pipeline_does_and_both_stay_on_disk(tmp_path: Path) -> None:
     path, call, session = tiny_model("ltx2"), job("ltx2", guided=False), po.Session()
     pipeline = load_tiny(path, dtype=torch.float32)
@@ -70,10 +71,11 @@ def _whole(frames: Any) -> Any:
 
 def test_a_single_value_that_is_no_number_is_found() -> None:
     pixels = torch.zeros(1, 3, 2, 4, 4)
-    assert _frames.all_finite(pixels)
+    _frames.check_finite(pixels)
     for wrong in (float("nan"), float("inf"), float("-inf")):
         pixels[0, 1, 1, 2, 3] = wrong
-        assert not _frames.all_finite(pixels)
+        with pytest.raises(NumericalError):
+            _frames.check_finite(pixels)
 
 
 def test_decode_gives_picture_sound_and_video_and_says_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,3 +106,22 @@ def test_decode_gives_picture_sound_and_video_and_says_what_it_lacks(monkeypatch
     assert video.audio is audio
     assert video.frame_rate == 24.0
     assert engine.phases.count("decode") == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["wan22_5b", "wan22_a14b", "cogvideox"])
+def test_a_clip_decoded_a_stretch_at_a_time_is_the_one_that_the_vae_decodes_whole(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from offload_core.phases import _decode
+
+    model = po.load(tiny_model(name), device="cpu", dtype="bfloat16")
+    channels = int((model.source().components["vae"].config or {}).get("z_dim") or 0)
+    samples = torch.randn(1, channels or 8, 4, 4, 6, generator=torch.Generator().manual_seed(1))
+    latents = po.latents_from_samples(model, samples)
+    session = po.Session()
+    by_stretches = po.decode(model, latents, "np", session=session)
+    assert session.report.phases[0].forwards == {"vae": 1}  # finishing a stretch isn't counted as another
+    assert session.report.phases[0].leaked_bytes == 0
+    monkeypatch.setattr(_decode, "can_stretch", lambda *_: False)
+    assert np.array_equal(po.decode(model, latents, "np"), by_stretches)

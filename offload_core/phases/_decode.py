@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 from ..devices import empty_cache, is_out_of_memory
-from ..errors import InputError, InsufficientMemoryError, NumericalError, RecordError
+from ..errors import InputError, InsufficientMemoryError, RecordError
 from ..model_source import ModelSource
 from ..plan import Plan
 from ..session import Session
 from ._components import Component
-from ._frames import all_finite, finished_frames
+from ._frames import check_finite, finished_frames
 from ._handle import Handle
 from ._jobs import each_job, need_jobs
 from ._layout import Layout
@@ -27,6 +27,7 @@ from ._ports import Port, StopPort
 from ._records import Latents
 from ._roles import Role, models, role_of
 from ._scope import OpenPhase, Phase
+from ._stretches import Stretches, can_stretch, decode_in_stretches
 from ._tiling import TILE_PIXELS, tile
 
 Arguments = Callable[[], Any]  # makes the arguments of `vae.decode`, fresh for every try
@@ -118,7 +119,7 @@ def _way(handle: Handle, source: ModelSource, latents: Latents) -> tuple[str, st
 
 def _finish_by_blocks(phase: Phase, port: PicturePort, decoder: _Decoder, latents: Latents, output_type: str) -> Any:
     asked = functools.partial(decode_arguments, latents, decoder.component.module, phase.device)
-    port.start(latents, asked, decoder.decode)
+    port.start(latents, asked, functools.partial(decoder.decode, whole=True))
     pictures = phase.pipeline.finish(latents.rest, phase.device, output_type)
     if pictures is None:
         raise InputError(f"The last blocks of {phase.handle.pipeline} made neither pictures nor videos.")
@@ -150,6 +151,7 @@ class PicturePort:
             picture = self.decode(first or (lambda: (args, kwargs)))
         finally:
             self._inside = False
+        check_finite(picture)
         return (picture,) if kwargs.get("return_dict") is False else SimpleNamespace(sample=picture)
 
 
@@ -200,24 +202,19 @@ class _Decoder:
 
     def __init__(self, phase: Phase, component: Component, tiling: str) -> None:
         self.phase, self.component, self.tiling = phase, component, tiling
-        self.sizes = TILE_SIZES[tiling]
+        self.sizes: tuple[int | None, ...] = TILE_SIZES[tiling]
         if tiling == "auto" and phase.plan is not None and phase.plan.tile in self.sizes:
             self.sizes = self.sizes[self.sizes.index(phase.plan.tile) :]
 
-    def decode(self, asked: Arguments) -> torch.Tensor:
-        """Raises NumericalError for a picture that is none, InsufficientMemoryError."""
-        picture, self.sizes = _decode(self.phase, self.component, asked, self.sizes, self.tiling)
-        if not all_finite(picture):
-            raise NumericalError(
-                "Decode produced values that aren't numbers (NaN), so there is no picture. "
-                "Try dtype=float32 or bfloat16: some VAEs overflow in float16."
-            )
+    def decode(self, asked: Arguments, *, whole: bool = False) -> Any:
+        """The picture, or a clip in stretches. whole: as one tensor. Raises InsufficientMemoryError."""
+        picture, self.sizes = _decode(self.phase, self.component, asked, self.sizes, self.tiling, whole)
         return picture
 
 
 def _decode(
-    phase: Phase, component: Component, asked: Arguments, sizes: tuple[int | None, ...], tiling: str
-) -> tuple[torch.Tensor, tuple[int | None, ...]]:
+    phase: Phase, component: Component, asked: Arguments, sizes: tuple[int | None, ...], tiling: str, whole: bool
+) -> tuple[torch.Tensor | Stretches, tuple[int | None, ...]]:
     """The picture, and the sizes from the one that worked on. After running out of memory it is tried again with
     everything else given back, before smaller tiles are."""
     vae = component.module
@@ -231,9 +228,9 @@ def _decode(
                 break  # whole has been tried
         elif pixels is not None:
             phase.notes.append(f"Decoded in tiles of {pixels} pixels.")
-        picture, failed = _try(phase, vae, asked)
+        picture, failed = _try(phase, component, asked, whole)
         if failed and not reason and phase.make_room(component, share=1.0):
-            picture, failed = _try(phase, vae, asked)
+            picture, failed = _try(phase, component, asked, whole)
         if picture is not None:
             return picture, sizes[index:]
         reason = failed
@@ -258,10 +255,15 @@ def _decoder_dtype(vae: Any) -> torch.dtype:
     return next(weight.dtype for name, weight in vae.named_parameters() if not name.startswith(halves))
 
 
-def _try(phase: Phase, vae: Any, asked: Arguments) -> tuple[torch.Tensor | None, str]:
+def _try(
+    phase: Phase, component: Component, asked: Arguments, whole: bool
+) -> tuple[torch.Tensor | Stretches | None, str]:
     """The picture; or none, and how memory ran out."""
+    vae = component.module
     try:
         args, kwargs = asked()
+        if not whole and hasattr(phase.pipeline, "video_processor") and can_stretch(vae, args):
+            return decode_in_stretches(vae, component.gate, args, kwargs), ""
         return _sample_of(vae.decode(*args, **kwargs)), ""
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
@@ -282,21 +284,21 @@ def _sample_of(output: Any) -> torch.Tensor:
     return result if isinstance(result, torch.Tensor) else torch.stack(list(result))
 
 
-def _finish(phase: Phase, picture: torch.Tensor, latents: Latents, output_type: str) -> Any:
+def _finish(phase: Phase, picture: torch.Tensor | Stretches, latents: Latents, output_type: str) -> Any:
     """What the pipeline does to what its VAE decoded: size, watermark, safety checker, its processor; on the CPU."""
     pipeline = phase.pipeline
     video = getattr(pipeline, "video_processor", None)
-    if picture.ndim == 5 and video is not None:
+    if isinstance(picture, Stretches) or (picture.ndim == 5 and video is not None):
         return finished_frames(video, picture, output_type)
-    if picture.ndim == 5:
-        picture = picture[:, :, 0]
+    still: torch.Tensor = picture[:, :, 0] if picture.ndim == 5 else picture
+    check_finite(still)
     processor = pipeline.image_processor
     size = (latents.height, latents.width)
-    if hasattr(processor, "resize_and_crop_tensor") and None not in size and tuple(picture.shape[-2:]) != size:
-        picture = processor.resize_and_crop_tensor(picture, latents.width, latents.height)
+    if hasattr(processor, "resize_and_crop_tensor") and None not in size and tuple(still.shape[-2:]) != size:
+        still = processor.resize_and_crop_tensor(still, latents.width, latents.height)
     if getattr(pipeline, "watermark", None) is not None:
-        picture = pipeline.watermark.apply_watermark(picture)
-    return _on_cpu(processor.postprocess(picture, output_type=output_type, **_safety(phase, picture)))
+        still = pipeline.watermark.apply_watermark(still)
+    return _on_cpu(processor.postprocess(still, output_type=output_type, **_safety(phase, still)))
 
 
 def _safety(phase: Phase, picture: torch.Tensor) -> dict[str, Any]:

@@ -10,32 +10,52 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..errors import NumericalError
+from ._stretches import Stretches
+
 PART_BYTES = 16 << 20  # of float32 frames that are worked on at once
 
 
-def finished_frames(processor: Any, video: torch.Tensor, output_type: str) -> Any:
+def finished_frames(processor: Any, video: torch.Tensor | Stretches, output_type: str) -> Any:
     """What `processor.postprocess_video` gives for a video (B, C, F, H, W), on the CPU: float32 (B, F, H, W, C) in 0..1
-    as an array ("np"), (B, F, C, H, W) in the video's dtype ("pt"), or lists of PIL images ("pil")."""
-    batch, channels, frames, height, width = video.shape
-    if output_type == "pil":
-        return [[image for part in _parts(clip) for image in processor.postprocess(part, "pil")] for clip in video]
-    result: Any
-    if output_type == "np":
-        result = np.empty((batch, frames, height, width, channels), dtype=np.float32)
-    else:
-        result = torch.empty((batch, frames, channels, height, width), dtype=video.dtype)
-    for place, clip in enumerate(video):
-        done = 0
-        for part in _parts(clip):
-            result[place, done : done + len(part)] = processor.postprocess(part, output_type)
-            done += len(part)
+    as an array ("np"), (B, F, C, H, W) in the video's dtype ("pt"), or lists of PIL images ("pil").
+
+    Raises NumericalError for values that aren't numbers.
+    """
+    count = video.shape[2] if isinstance(video, torch.Tensor) else video.frames
+    result: Any = None
+    done = 0
+    for stretch in [video] if isinstance(video, torch.Tensor) else video:
+        check_finite(stretch)
+        if result is None:
+            result = _room_for(stretch, count, output_type)
+        for place, clip in enumerate(stretch):
+            first = done
+            for part in _parts(clip):
+                result[place][first : first + len(part)] = processor.postprocess(part, output_type)
+                first += len(part)
+        done += stretch.shape[2]
     return result
 
 
-def all_finite(pixels: torch.Tensor) -> bool:
-    """Whether there is neither NaN nor infinity, without a mask of the size of a clip."""
+def check_finite(pixels: torch.Tensor) -> None:
+    """Raises NumericalError for NaN and infinity. Makes no mask of the size of a clip."""
     low, high = torch.aminmax(pixels)
-    return bool(torch.isfinite(low) & torch.isfinite(high))
+    if not torch.isfinite(low) or not torch.isfinite(high):
+        raise NumericalError(
+            "Decode produced values that aren't numbers (NaN), so there is no picture. "
+            "Try dtype=float32 or bfloat16: some VAEs overflow in float16."
+        )
+
+
+def _room_for(stretch: torch.Tensor, frames: int, output_type: str) -> Any:
+    """The empty result: memory that is taken as it is filled."""
+    batch, channels, _, height, width = stretch.shape
+    if output_type == "pil":
+        return [[] for _ in range(batch)]
+    if output_type == "np":
+        return np.empty((batch, frames, height, width, channels), dtype=np.float32)
+    return torch.empty((batch, frames, channels, height, width), dtype=stretch.dtype)
 
 
 def _parts(clip: torch.Tensor) -> list[torch.Tensor]:

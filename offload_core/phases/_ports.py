@@ -8,10 +8,11 @@ component itself, of its public methods (`encode`, `decode`, `generate`, ...) an
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -218,6 +219,15 @@ class Gate:
             return self.port.call(module, name, functools.partial(self._run, run), args, kwargs)
         finally:
             self.seconds += time.perf_counter() - started
+
+    @contextlib.contextmanager
+    def inside(self) -> Iterator[None]:
+        """A scope whose calls belong to one from outside that was counted already."""
+        self.depth += 1
+        try:
+            yield
+        finally:
+            self.depth -= 1
 
     def _run(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.before_run is not None:
