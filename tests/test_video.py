@@ -116,8 +116,9 @@ def test_a_clip_decoded_a_stretch_at_a_time_is_the_one_that_the_vae_decodes_whol
     from offload_core.phases import _decode
 
     model = po.load(tiny_model(name), device="cpu", dtype="bfloat16")
-    channels = int((model.source().components["vae"].config or {}).get("z_dim") or 0)
-    samples = torch.randn(1, channels or 8, 4, 4, 6, generator=torch.Generator().manual_seed(1))
+    config = model.source().components["vae"].config or {}
+    channels = config.get("z_dim") or config["latent_channels"]
+    samples = torch.randn(1, channels, 4, 4, 6, generator=torch.Generator().manual_seed(1))
     latents = po.latents_from_samples(model, samples)
     session = po.Session()
     by_stretches = po.decode(model, latents, "np", session=session)
