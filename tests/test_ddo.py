@@ -101,6 +101,8 @@ SIGNATURES: dict[str, dict[str, Any]] = {
     "inspect_host_memory": {"module": None, "phase": "", "max_storage_samples": 16},
     "clear_dynamic_offload_plan_cache": {},
     "clear_dynamic_offload_pinned_tensor_cache": {},
+    "ensure_vmm_fast_process": {"library_path": None, "allocator_cache_mib": 512, "argv": None, "environ": None},
+    "vmm_fast_requested": {"argv": EMPTY, "default_backend": "linear"},
 }  # fmt: skip
 
 
@@ -112,6 +114,40 @@ def test_parameters_and_defaults_are_those_of_the_original(name: str):
         assert found[parameter].default == default
     mine = [parameter for key, parameter in found.items() if key not in SIGNATURES[name]]
     assert all(parameter.default is not EMPTY for parameter in mine)
+
+
+METHODS: dict[str, dict[str, Any]] = {
+    "metrics_snapshot": {"collect_completed": False, "execution_timing": None},
+    "profile_run": {},
+    "cleanup_on_error": {},
+    "detach_auxiliary_cpu_sources": {"enabled": False, "max_copy_bytes": 16 << 20},
+    "allocation_diagnostics": {"enabled": False},
+    "operator_diagnostics": {
+        "enabled": False, "module_path": None, "invocations": (0, 2), "output_dir": None, "use_cuda": True,
+    },
+    "execution_timer": {
+        "enabled": False, "native_units": False, "native_capacity": 4096, "diagnostic_step_wait": False,
+    },
+    "metrics_journal": {"directory": EMPTY, "enabled": False},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_methods_of_a_result_are_those_of_the_original(name: str):
+    found = dict(inspect.signature(getattr(ddo.DynamicOffloadApplyResult, name)).parameters)
+    del found["self"]
+    assert {key: parameter.default for key, parameter in found.items()} == METHODS[name]
+
+
+def test_what_a_result_is_asked_without_effect_is_logged(caplog: pytest.LogCaptureFixture):
+    caplog.set_level(logging.INFO, logger="offload_core")
+    with po.enable_offload(model(), settings=SETTINGS) as result:
+        result.metrics_snapshot(collect_completed=True, execution_timing={})
+        result.detach_auxiliary_cpu_sources(enabled=True)
+        with result.allocation_diagnostics(enabled=True), result.operator_diagnostics(enabled=True):
+            result.execution_timer(native_units=True)
+    names = ("collect_completed", "execution_timing", "detach_auxiliary", "allocation_d", "operator_d", "native_units")
+    assert all(name in caplog.text for name in names)
 
 
 class Block(nn.Module):
@@ -212,6 +248,18 @@ def test_options_act_and_those_without_effect_are_logged(caplog: pytest.LogCaptu
         po.enable_offload(module, **PLAIN, shiny=True)
     with po.enable_offload(module, config=ddo.DynamicOffloadConfig(pin_cpu_workers=1), **PLAIN) as result:
         assert result.settings.offload.read_threads == 1
+
+
+def test_arguments_that_go_another_way_are_logged_and_none_is_lost(caplog: pytest.LogCaptureFixture):
+    caplog.set_level(logging.INFO, logger="offload_core")
+    with po.enable_offload(
+        model(), settings=SETTINGS, use_stream=True, preset="low_ram_safe", running_on_wsl=True
+    ) as r:
+        assert r.settings.running_on_wsl
+    assert "use_stream was accepted and has no effect: model goes the way dynamic_offload" in caplog.text
+    assert "preset=low_ram_safe was accepted and has no effect: settings were given" in caplog.text
+    with pytest.raises(InputError, match="offload_device"):
+        po.enable_offload(model(), settings=SETTINGS, offload_device="meta")
 
 
 @pytest.mark.parametrize("route", ["auto", "linear_convolution", "sdnq_runtime", "vmm_fast_runtime"])
@@ -422,6 +470,11 @@ def test_policies_send_components_their_own_way():
         components={"vae": {"route": "none"}, "transformer": pipeline.components["transformer"]},
     )
     assert {name: result.route for name, result in results.items()} == {"vae": "none", "transformer": "dynamic_offload"}
+    results["transformer"].release()
+    assert po.enable_pipeline_offload(pipeline, settings=SETTINGS, components={"vae": "none"})["vae"].route == "none"
+    for policy in (7, {"speed": "fast"}):
+        with pytest.raises(InputError, match="The policy of vae is"):
+            po.enable_pipeline_offload(pipeline, settings=SETTINGS, components={"vae": policy})
 
 
 def test_a_pipeline_that_does_not_fit_is_left_as_it_was():
@@ -586,6 +639,11 @@ def test_arguments_of_runners_become_a_config(caplog: pytest.LogCaptureFixture):
     assert (linear.effective_preset, linear.execution_mode) == ("one_shot_fast", "linear_runtime")
     with pytest.raises(InputError, match="no backend 'cuda'"):
         ddo.resolve_dynamic_offload_backend("cuda")
+    argv = ["run.py", "--ddo-backend", "vmm", "--steps", "4"]
+    assert ddo.vmm_fast_requested(argv) and not ddo.vmm_fast_requested(argv[:1])
+    assert not ddo.vmm_fast_requested([*argv, "--ddo-preset", "nvme_baseline"])
+    ddo.ensure_vmm_fast_process(argv=argv)
+    assert "no process has to be started anew" in caplog.text
     assert ddo.release_native_vmm_idle_cache().setup["device_cache_release"]["status"] == "disabled"
     assert ddo.detect_quantized_backend_modules(model()) == {}
 

@@ -93,7 +93,9 @@ SIGNATURES: dict[str, str] = {
     "LayerWiseOffloadBackend.get_blocks_from_dit": "model",
     "ModuleDiscovery.discover": "pipeline",
     "OffloadConfig.from_od_config": "od_config",
-    "get_offload_backend": "config, device",
+    "get_offload_backend": "config, device=None",
+    "enable_offload_backend": "config, pipeline, device=None",
+    "sequential_offload_component": "module",
 }
 
 
@@ -209,6 +211,32 @@ def test_the_vae_comes_when_it_decodes_and_has_the_others_leave_only_if_that_is_
     assert backend.device_bytes().keys() == pipeline.modules().keys()
     backend.disable()
     assert torch.equal(pipeline(), expected)
+
+
+def test_a_component_leaves_after_its_block_also_if_that_raises(caplog: pytest.LogCaptureFixture) -> None:
+    pipeline, twin, x = Pipeline(), Pipeline(), torch.rand(1, 6, 32)
+    enabled(pipeline)
+    with sequential.sequential_offload_component(pipeline.vae) as vae:
+        assert torch.equal(vae.decode(x), twin.vae.decode(x)) and there(pipeline.vae) == [True]
+    assert there(pipeline.vae) == [False]
+    with pytest.raises(KeyError), sequential.sequential_offload_component(pipeline.vae):
+        pipeline.vae.decode(x)
+        raise KeyError("x")
+    assert there(pipeline.vae) == [False]
+    caplog.set_level(logging.INFO, logger="offload_core")
+    with sequential.sequential_offload_component(twin.vae):
+        twin.vae.decode(x)
+    assert "takes no turns" in caplog.text
+
+
+def test_a_backend_is_had_from_their_flags_alone() -> None:
+    pipeline, expected = Pipeline(), Pipeline()()
+    flags = SimpleNamespace(enable_cpu_offload=True, pin_cpu_memory=False)
+    same, backend = sequential.enable_offload_backend(flags, pipeline, CPU)
+    assert same is pipeline and isinstance(backend, ModelLevelOffloadBackend) and backend.is_enabled()
+    assert torch.equal(pipeline(), expected)
+    backend.disable()
+    assert sequential.enable_offload_backend(SimpleNamespace(), pipeline) == (pipeline, None)
 
 
 def test_a_part_that_is_called_by_itself_takes_the_turn_of_its_component() -> None:

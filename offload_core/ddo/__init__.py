@@ -16,7 +16,6 @@ from ._enable import (
     enable_diffusers_group_offload,
     enable_dynamic_offload,
     enable_offload,
-    enable_pipeline_offload,
     get_dynamic_offload_state,
     remove_dynamic_offload,
 )
@@ -29,6 +28,7 @@ from ._metrics import (
     DynamicOffloadState,
 )
 from ._names import (
+    DDO_PRESETS,
     dynamic_offload_env_value,
     dynamic_offload_preset_env_value,
     format_dynamic_offload_presets,
@@ -38,6 +38,7 @@ from ._names import (
     variables_table,
 )
 from ._observe import DynamicOffloadExecutionTimer, DynamicOffloadMetricsJournal, inspect_host_memory, metrics_of_run
+from ._pipeline import enable_pipeline_offload
 from ._profiles import (
     DYNAMIC_OFFLOAD_PROFILE_SCHEMA_VERSION,
     DynamicOffloadProfileSession,
@@ -57,12 +58,15 @@ from ._runner import (
     add_dynamic_offload_lifecycle_arguments,
     build_dynamic_offload_event_payload,
     detect_quantized_backend_modules,
+    ensure_vmm_fast_process,
     release_native_vmm_idle_cache,
     resolve_dynamic_offload_backend,
+    vmm_fast_requested,
 )
 from ._settings import DynamicOffloadConfig, DynamicOffloadSettings, load_dynamic_offload_settings_from_env
 
 __all__ = [
+    "DDO_PRESETS",
     "DYNAMIC_OFFLOAD_METRICS_SCHEMA_VERSION",
     "DYNAMIC_OFFLOAD_PROFILE_SCHEMA_VERSION",
     "DiffusersGroupOffloadResult",
@@ -94,6 +98,7 @@ __all__ = [
     "enable_dynamic_offload",
     "enable_offload",
     "enable_pipeline_offload",
+    "ensure_vmm_fast_process",
     "format_dynamic_offload_presets",
     "from_pretrained_with_dynamic_offload",
     "get_available_system_ram_gb",
@@ -118,4 +123,5 @@ __all__ = [
     "resolve_dynamic_offload_backend",
     "resolve_dynamic_offload_preset",
     "variables_table",
+    "vmm_fast_requested",
 ]

@@ -5,35 +5,27 @@ They take every argument of the originals, with its meaning there where it has o
 
 from __future__ import annotations
 
-import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..devices import empty_cache, resolve_device
 from ..presets import ENGINE, GROUP
 from ..settings import OffloadSettings
-from ..streaming import Homes, OffloadScope, offload_of, take_to_host
-from ..streaming import enable_offload as attach
-from ._geometry import give_missing, watch_missing
+from ..streaming import offload_of
+from ._attach import attach_one, let_go
+from ._geometry import give_missing
 from ._group import apply_group, group_device, remove_group_offload
 from ._guests import PipelineHost, is_guest
-from ._metrics import DynamicOffloadState, setup_of, state_of
-from ._results import DiffusersGroupOffloadResult, DynamicOffloadApplyResult, DynamicOffloadHook
+from ._metrics import DynamicOffloadState, state_of
+from ._options import no_effect
+from ._results import DiffusersGroupOffloadResult, DynamicOffloadApplyResult, DynamicOffloadHook, RecordEvent
 from ._routes import Route, with_group, with_route, with_switches
 from ._settings import DEFAULT_DEVICE, DynamicOffloadConfig, DynamicOffloadSettings, as_settings
 from ._whereabouts import Whereabouts
-
-log = logging.getLogger(__name__)
-
-RecordEvent = Callable[..., Any]
-
-# Asked where a pipeline has no list of its components.
-_COMMON_NAMES = ("text_encoder", "text_encoder_2", "transformer", "unet", "vae")
 
 
 def enable_offload(
@@ -102,172 +94,23 @@ def enable_offload(
         low_cpu_mem_usage=group_low_cpu_mem_usage,
         num_blocks_per_group=num_blocks_per_group,
     )
+    of_groups = {
+        "offload_type": offload_type,
+        "use_stream": use_stream,
+        "record_stream": record_stream,
+        "group_low_cpu_mem_usage": group_low_cpu_mem_usage,
+        "num_blocks_per_group": num_blocks_per_group,
+    }
+    said = [name for name, value in of_groups.items() if value is not None]
+    if said and way.name != GROUP:
+        no_effect(", ".join(said), f"{component} goes the way {way.name}, and they are of group offload")
     started = time.perf_counter()
-    result = _go(module, way, view, component, apply_hook, low_cpu_mem_usage, files, None)
+    result = attach_one(module, way, view, component, apply_hook, low_cpu_mem_usage, files, None)
     if record_event is not None and apply_hook and result.event_payload:
         names = {ENGINE: dynamic_event_name or f"setup_{component}_dynamic_offload"}
         names[GROUP] = group_event_name or f"setup_{component}_group_offload"
         record_event(names[way.name], time.perf_counter() - started, **result.event_payload)
     return result
-
-
-def _go(
-    module: nn.Module,
-    way: Route,
-    view: DynamicOffloadSettings,
-    component: str,
-    apply_hook: bool,
-    low_cpu_mem_usage: bool,
-    files: Sequence[str | os.PathLike[str]],
-    scope: OffloadScope | None,
-    homes: Homes | None = None,
-) -> DynamicOffloadApplyResult:
-    """Sends a module its way."""
-    device = resolve_device(view.offload.execution_device)
-    if not apply_hook:
-        return DynamicOffloadApplyResult(module, way.name, view, should_move_to_execution_device=way.name != GROUP)
-    if is_guest(module):
-        log.info("Nothing of %s was attached: its weights come from the model's folder when it is called.", component)
-        return DynamicOffloadApplyResult(module, way.name, view)
-    if way.name == ENGINE:
-        if homes is None:
-            _let_go(module)
-        offload = attach(module, settings=view.offload, component=component, files=files, scope=scope, homes=homes)
-        host = PipelineHost(view.offload, device, offload._managed.scope)
-        try:
-            give_missing(module, host)
-            watch_missing(module, host)
-        except BaseException:
-            offload.release()
-            raise
-        return DynamicOffloadApplyResult(module, way.name, view, offload, event_payload=setup_of(offload), host=host)
-    _let_go(module)
-    host, whereabouts = PipelineHost(view.offload, device), Whereabouts(module, component)
-    payload: dict[str, Any] = {}
-    try:
-        payload = _send_elsewhere(module, way, view, device, low_cpu_mem_usage)
-        give_missing(module, host)
-    except BaseException:
-        remove_group_offload(module)
-        whereabouts.restore()
-        raise
-    return DynamicOffloadApplyResult(module, way.name, view, event_payload=payload, host=host, whereabouts=whereabouts)
-
-
-def _send_elsewhere(
-    module: nn.Module, way: Route, view: DynamicOffloadSettings, device: torch.device, low_cpu_mem_usage: bool
-) -> dict[str, Any]:
-    """Puts a module under diffusers' group offload, or moves it whole. Returns what there is to tell of it."""
-    if way.name == GROUP:
-        no_streams = view.running_on_wsl and view.disable_pin_on_wsl
-        return apply_group(
-            module,
-            device=device,
-            offload_device=view.offload.offload_device,
-            offload_type=way.offload_type,
-            use_stream=way.use_stream and not no_streams,
-            record_stream=way.record_stream and not no_streams,
-            low_cpu_mem_usage=low_cpu_mem_usage if way.low_cpu_mem_usage is None else way.low_cpu_mem_usage,
-            num_blocks_per_group=way.num_blocks_per_group,
-        )
-    module.to(device)
-    return {}
-
-
-def _let_go(module: nn.Module) -> None:
-    """Ends what another call began, so that a module may be attached again."""
-    before = offload_of(module)
-    if before is not None:
-        before.release()
-    remove_group_offload(module)
-
-
-def enable_pipeline_offload(
-    pipeline: Any,
-    *,
-    settings: DynamicOffloadSettings | OffloadSettings | None = None,
-    components: Mapping[str, Any] | Sequence[str] | None = None,
-    preset: str = "auto",
-    execution_device: str | torch.device = DEFAULT_DEVICE,
-    offload_device: str | torch.device = "cpu",
-    low_cpu_mem_usage: bool = True,
-    running_on_wsl: bool | None = None,
-    environ: Mapping[str, str] | None = None,
-    use_environment: bool = True,
-    apply_hook: bool = True,
-    record_event: RecordEvent | None = None,
-    **config_overrides: Any,
-) -> dict[str, DynamicOffloadApplyResult]:
-    """`enable_offload` for the modules of a pipeline, by name. Those that go through this engine share one budget and
-    one ring, so the pipeline as a whole keeps to `device_memory`.
-
-    components: names, or a mapping of names to modules or to policies ({"vae": {"route": "none"}}); without it all of
-    the pipeline's. Raises what `enable_offload` raises; every module is as it was then, or as it was before an offload
-    that this one was to replace.
-    """
-    view = as_settings(
-        settings,
-        config=None,
-        preset=preset,
-        execution_device=execution_device,
-        offload_device=offload_device,
-        running_on_wsl=running_on_wsl,
-        environ=environ,
-        use_environment=use_environment,
-        overrides=config_overrides,
-    )
-    chosen = [(name, module, _way_of(view, name, policy)) for name, module, policy in _chosen(pipeline, components)]
-    shared: OffloadScope | None = None
-    results: dict[str, DynamicOffloadApplyResult] = {}
-    homes: dict[str, Homes] = {}
-    try:
-        ours = {name: module for name, module, way in chosen if way.name == ENGINE and not is_guest(module)}
-        if ours and apply_hook:
-            device = resolve_device(view.offload.execution_device)
-            for name, module in ours.items():
-                _let_go(module)
-                homes[name] = take_to_host(module, name)
-            if any(homes.values()):
-                empty_cache(device)  # "auto" is what is free now
-            shared = OffloadScope(view.offload, device)
-        for name, module, way in chosen:
-            started = time.perf_counter()
-            home = homes.pop(name, None)  # from here on it is the module's to go back
-            results[name] = _go(module, way, view, name, apply_hook, low_cpu_mem_usage, (), shared, home)
-            if record_event is not None and results[name].event_payload:
-                kind = "dynamic" if way.name == ENGINE else "group"
-                seconds = time.perf_counter() - started
-                record_event(f"setup_{name}_{kind}_offload", seconds, **results[name].event_payload)
-    except BaseException:
-        for result in results.values():
-            result.release()
-        for each in homes.values():
-            each.restore()
-        if shared is not None and not shared.in_use:
-            shared.close()
-        raise
-    return results
-
-
-def _way_of(view: DynamicOffloadSettings, name: str, policy: dict[str, Any]) -> Route:
-    way = view.route_of(name)
-    way = with_switches(way, policy.pop("group_offload", None), policy.pop("dynamic_offload", None), name)
-    return with_group(with_route(way, policy.pop("route", None)), **policy)
-
-
-def _chosen(pipeline: Any, components: Any) -> Iterator[tuple[str, nn.Module, dict[str, Any]]]:
-    """Names, modules and policies of the components that are asked for, each module once."""
-    there = getattr(pipeline, "components", None)
-    if not isinstance(there, Mapping):
-        there = {name: getattr(pipeline, name, None) for name in _COMMON_NAMES}
-    asked = components if components is not None else list(there)
-    seen: set[int] = set()
-    for name in asked:
-        said = asked[name] if isinstance(asked, Mapping) else None
-        module = said if isinstance(said, nn.Module) else there.get(name)
-        if isinstance(module, nn.Module) and id(module) not in seen:
-            seen.add(id(module))
-            yield name, module, dict(said) if isinstance(said, Mapping) else {}
 
 
 def enable_dynamic_offload(
@@ -311,7 +154,7 @@ def enable_dynamic_offload(
         overrides={name: value for name, value in pieces.items() if value} | config_overrides,
     )
     started = time.perf_counter()
-    result = _go(module, Route(), view, component, apply_hook and view.enabled, True, (), None)
+    result = attach_one(module, Route(), view, component, apply_hook and view.enabled, True, (), None)
     if record_event is not None and result.event_payload:
         record_event(event_name, time.perf_counter() - started, **result.event_payload)
     return result
@@ -340,7 +183,7 @@ def enable_diffusers_group_offload(
     host = PipelineHost(OffloadSettings(execution_device=str(device)), device)
     whereabouts: Whereabouts | None = None
     if apply_hook and not is_guest(module):
-        _let_go(module)
+        let_go(module)
         whereabouts = Whereabouts(module, type(module).__name__)
         try:
             payload = apply_group(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from typing import Any
 
@@ -10,9 +9,8 @@ import torch
 from torch import nn
 
 from ..devices import resolve_device
+from ._options import no_effect
 from ._settings import DEFAULT_DEVICE
-
-log = logging.getLogger(__name__)
 
 
 def apply_group(
@@ -33,7 +31,7 @@ def apply_group(
     from diffusers.hooks import apply_group_offloading
 
     if device.type == "cpu" and use_stream:
-        log.info("use_stream was accepted and has no effect: the CPU has no streams.")
+        no_effect("use_stream", "the CPU has no streams")
         use_stream = False
     arguments: dict[str, Any] = {
         "offload_type": offload_type,

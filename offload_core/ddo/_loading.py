@@ -10,7 +10,7 @@ from torch import nn
 from ..errors import InputError
 from ..settings import OffloadSettings
 from ._enable import enable_offload
-from ._options import changes_of
+from ._options import changes_of, no_effect
 from ._results import DynamicOffloadApplyResult, DynamicOffloadHook
 from ._settings import DynamicOffloadConfig
 
@@ -51,8 +51,8 @@ def from_pretrained_with_dynamic_offload(
 
     model_loader: a class with `from_pretrained`, or a function like it; diffusers' AutoModel without one.
     apply_dynamic: False loads only, for a pipeline to be built around the module and `enable_offload` after that; True
-    attaches at once with `dynamic_offload_config`. Nothing in any library is exchanged meanwhile. profile_name and
-    build_profile: no effect, see `profile_run`.
+    attaches at once. dynamic_offload_config: for attaching; no effect if that comes later. Nothing in any library is
+    exchanged meanwhile. profile_name and build_profile: no effect, see `profile_run`.
 
     A dtype other than the file's makes a whole private copy in RAM; leave it out to stream from the file. Raises what
     the loader raises, and what `enable_offload` raises.
@@ -67,6 +67,8 @@ def from_pretrained_with_dynamic_offload(
     module: nn.Module = load(os.fspath(pretrained_model_name_or_path), **from_pretrained_kwargs)
     module.eval()
     if not apply_dynamic:
+        if dynamic_offload_config is not None:
+            no_effect("dynamic_offload_config", "nothing is attached yet; give it to enable_offload")
         return DynamicOffloadLoadResult(module, None)
     config = dynamic_offload_config or DynamicOffloadConfig()
     return DynamicOffloadLoadResult(module, enable_offload(module, settings=OffloadSettings(), config=config))

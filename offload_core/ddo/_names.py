@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import types
 from collections.abc import Mapping
 
 from ..limits import Machine
@@ -35,6 +36,12 @@ def get_dynamic_offload_presets() -> dict[str, dict[str, str]]:
         | {key: str(value) for key, value in (*preset.numbers.items(), *preset.group.items())}
         for name, preset in PRESETS.items()
     }
+
+
+# The same under the name of a constant of DDO.
+DDO_PRESETS = types.MappingProxyType(
+    {name: types.MappingProxyType(numbers) for name, numbers in get_dynamic_offload_presets().items()}
+)
 
 
 def format_dynamic_offload_presets(*, default_preset: str = "auto", running_on_wsl: bool | None = None) -> str:

@@ -34,6 +34,11 @@ class Option:
     scale: int = 1
 
 
+def no_effect(name: str, why: str) -> None:
+    """Says that something was accepted and does nothing."""
+    log.info("%s was accepted and has no effect: %s.", name, why)
+
+
 def flag(value: Any, name: str) -> bool:
     """A switch, as a bool or as its variables spell it. Raises InputError for anything else."""
     text = str(value).strip().lower()
@@ -226,7 +231,7 @@ def changes_of(given: Mapping[str, Any]) -> Changes:
         if option.field not in given:
             continue
         if option.change is None:
-            log.info("%s was accepted and has no effect: %s.", option.field, option.says)
+            no_effect(option.field, option.says)
         else:
             changes |= option.change(_value(option, given[option.field], option.field))
     if "pin_cpu_memory" in given and not flag(given["pin_cpu_memory"], "pin_cpu_memory"):

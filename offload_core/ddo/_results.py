@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +16,7 @@ from ._group import remove_group_offload
 from ._guests import PipelineHost
 from ._metrics import DynamicOffloadMetrics, DynamicOffloadState, metrics_of, state_of
 from ._observe import DynamicOffloadExecutionTimer, DynamicOffloadMetricsJournal
+from ._options import no_effect
 from ._settings import DynamicOffloadSettings
 from ._whereabouts import Whereabouts
 
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from ..phases import Visit
     from ._profiles import ProfileRun
 
-log = logging.getLogger(__name__)
+
+RecordEvent = Callable[..., Any]
 
 
 class DynamicOffloadHook:
@@ -122,8 +123,10 @@ class DynamicOffloadApplyResult:
         self, *, collect_completed: bool = False, execution_timing: Any = None
     ) -> DynamicOffloadMetrics:
         """What was planned and what came of it so far. Both parameters have no effect: nothing is left uncollected."""
-        _no_effect(collect_completed, "collect_completed", "every figure is complete at any time")
-        _no_effect(execution_timing, "execution_timing", "a phase report has the seconds of a run")
+        if collect_completed:
+            no_effect("collect_completed", "every figure is complete at any time")
+        if execution_timing is not None:
+            no_effect("execution_timing", "a phase report has the seconds of a run")
         return metrics_of(self.route, self.settings, self._offload, self.visits)
 
     def profile_run(self) -> ProfileRun:
@@ -141,7 +144,8 @@ class DynamicOffloadApplyResult:
         diagnostic_step_wait: bool = False,
     ) -> DynamicOffloadExecutionTimer:
         """A `with` block in which `mark_step()` ends a step. The last three have no effect: nothing native is timed."""
-        _no_effect(native_units or diagnostic_step_wait, "native_units and diagnostic_step_wait", "nothing is native")
+        if native_units or diagnostic_step_wait or native_capacity != 4096:
+            no_effect("native_units, native_capacity and diagnostic_step_wait", "nothing is native")
         return DynamicOffloadExecutionTimer(self, enabled=enabled)
 
     def metrics_journal(
@@ -163,11 +167,13 @@ class DynamicOffloadApplyResult:
     def detach_auxiliary_cpu_sources(
         self, *, enabled: bool = False, max_copy_bytes: int = 16 << 20
     ) -> DynamicOffloadMetrics:
-        _no_effect(enabled, "detach_auxiliary_cpu_sources", "weights are read from their files, nothing is to detach")
+        if enabled:
+            no_effect("detach_auxiliary_cpu_sources", "weights are read from their files, nothing is to detach")
         return self.metrics_snapshot()
 
     def allocation_diagnostics(self, *, enabled: bool = False) -> contextlib.AbstractContextManager[None]:
-        _no_effect(enabled, "allocation_diagnostics", "report().by_kind says who holds how much")
+        if enabled:
+            no_effect("allocation_diagnostics", "report().by_kind says who holds how much")
         return contextlib.nullcontext()
 
     def operator_diagnostics(
@@ -179,7 +185,8 @@ class DynamicOffloadApplyResult:
         output_dir: Any = None,
         use_cuda: bool = True,
     ) -> contextlib.AbstractContextManager[None]:
-        _no_effect(enabled, "operator_diagnostics", "torch.profiler sees every operator as it is")
+        if enabled:
+            no_effect("operator_diagnostics", "torch.profiler sees every operator as it is")
         return contextlib.nullcontext()
 
 
@@ -206,8 +213,3 @@ def _cool(managed: weakref.ref[Any]) -> None:
     alive = managed()
     if alive is not None:
         alive.cool()
-
-
-def _no_effect(asked: Any, name: str, why: str) -> None:
-    if asked:
-        log.info("%s was accepted and has no effect: %s.", name, why)

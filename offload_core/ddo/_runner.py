@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import logging
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import nn
 from ..errors import InputError
 from ._metrics import DynamicOffloadMetrics, DynamicOffloadState
 from ._names import resolve_dynamic_offload_preset
+from ._options import no_effect
 from ._settings import STANDBY_PHASES, DynamicOffloadConfig, DynamicOffloadSettings
 
 log = logging.getLogger(__name__)
@@ -78,6 +80,27 @@ def resolve_dynamic_offload_backend(
     return DynamicOffloadBackend(backend, preset, _VMM_MODES[preset], _MODES[_VMM_MODES[preset]])
 
 
+def vmm_fast_requested(argv: Sequence[str], *, default_backend: str = "linear") -> bool:
+    """Whether arguments of `add_dynamic_offload_arguments` ask for the backend vmm and its fast mode."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--ddo-backend", default=default_backend)
+    parser.add_argument("--ddo-preset", default="auto")
+    said, _ = parser.parse_known_args(list(argv))
+    return said.ddo_backend == "vmm" and _VMM_MODES.get(said.ddo_preset) == "vmm_fast"
+
+
+def ensure_vmm_fast_process(
+    *,
+    library_path: str | os.PathLike[str] | None = None,
+    allocator_cache_mib: int = 512,
+    argv: Sequence[str] | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> None:
+    """Nothing, and returns: the process goes on with torch's own allocator. DDO starts the script anew here, in a
+    process with another one. All arguments are without effect, which is logged."""
+    no_effect("ensure_vmm_fast_process", "there is no native allocator, so no process has to be started anew")
+
+
 def add_dynamic_offload_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Adds DDO's arguments, with its defaults; `build_config_from_args` reads them."""
     group = parser.add_argument_group("dynamic offload")
@@ -109,6 +132,8 @@ def build_dynamic_offload_event_payload(
     settings: DynamicOffloadSettings, state: DynamicOffloadState, config: DynamicOffloadConfig | None = None
 ) -> dict[str, Any]:
     """The figures of an attached module for an event. config: no effect, `settings` holds what counts."""
+    if config is not None:
+        no_effect("config", "settings hold what counts")
     found: Mapping[str, Any] = {name: value for name, value in state.as_dict().items() if name != "entries"}
     return {**found, "pin_cpu_memory": settings.effective_pin_cpu_memory, "execution_mode": settings.execution_mode}
 

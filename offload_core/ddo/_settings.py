@@ -19,7 +19,7 @@ import torch
 from ..limits import Machine
 from ..presets import AUTO, ENGINE, PRESETS, WHOLE, resolve_preset
 from ..settings import OffloadSettings, check_settings
-from ._options import BY_FIELD, IDLE_VARIABLES, OPTIONS, RENAMED, changes_of, fields_in, flag
+from ._options import BY_FIELD, IDLE_VARIABLES, OPTIONS, RENAMED, changes_of, fields_in, flag, no_effect
 from ._routes import ROUTE_VARIABLES, Route, route_in, route_of_preset, with_group, with_route, with_switches
 
 log = logging.getLogger(__name__)
@@ -250,7 +250,7 @@ def _log_idle(variables: Mapping[str, str]) -> None:
     """Says which of the variables that are set do nothing."""
     for name in variables:
         if name in IDLE_VARIABLES:
-            log.info("%s was accepted and has no effect: %s.", name, IDLE_VARIABLES[name])
+            no_effect(name, IDLE_VARIABLES[name])
         elif name not in _OTHERS and not _OF_COMPONENTS.fullmatch(name):
             log.warning("%s isn't a variable that is known here; `phase-offload presets` lists them.", name)
 
@@ -278,8 +278,8 @@ def as_settings(
 ) -> DynamicOffloadSettings:
     """The view that the arguments of a function that attaches stand for.
 
-    With `settings` neither the environment nor the preset is asked; options and a device that are said still win.
-    Raises TypeError for an unknown option, InputError for one that can't be used.
+    With `settings` neither the environment nor the preset is asked, which is logged of a preset that is said; options
+    and devices that are said still win. Raises TypeError for an unknown option, InputError for one that can't be used.
     """
     said = dict(config.given if config is not None else {}) | dict(overrides)
     named = said.pop("execution_device", DEFAULT_DEVICE)
@@ -298,7 +298,15 @@ def as_settings(
             component_policies={},
         )
     view = settings if isinstance(settings, DynamicOffloadSettings) else DynamicOffloadSettings(offload=settings)
+    if preset not in (AUTO, view.requested_preset, view.effective_preset, ""):
+        no_effect(f"preset={preset}", "settings were given, which say everything that a preset does")
+    if environ is not None:
+        no_effect("environ", "settings were given, and the environment is read for those")
     changes = changes_of(said) | ({} if device is DEFAULT_DEVICE else {"execution_device": str(device)})
+    if str(offload_device) != "cpu":
+        changes["offload_device"] = str(offload_device)
+    if running_on_wsl is not None:
+        view = replace(view, running_on_wsl=running_on_wsl)
     offload = replace(view.offload, **changes)
     check_settings(offload)
     is_plan = str(said.get("execution_mode", "")).lower() == "plan" and view.route.name == ENGINE

@@ -14,10 +14,20 @@ from __future__ import annotations
 
 from diffusers.hooks import HookRegistry, ModelHook
 
-from ._backend import ModelLevelOffloadBackend, SupportsModelCpuOffload, get_offload_backend
+from ._backend import (
+    ModelLevelOffloadBackend,
+    SupportsModelCpuOffload,
+    enable_offload_backend,
+    get_offload_backend,
+)
 from ._config import OffloadBackend, OffloadConfig, OffloadStrategy
 from ._discovery import ModuleDiscovery, PipelineModules
-from ._hook import SequentialOffloadHook, apply_sequential_offload, remove_sequential_offload
+from ._hook import (
+    SequentialOffloadHook,
+    apply_sequential_offload,
+    remove_sequential_offload,
+    sequential_offload_component,
+)
 from ._layerwise import LayerWiseOffloadBackend
 
 __all__ = [
@@ -33,6 +43,8 @@ __all__ = [
     "SequentialOffloadHook",
     "SupportsModelCpuOffload",
     "apply_sequential_offload",
+    "enable_offload_backend",
     "get_offload_backend",
     "remove_sequential_offload",
+    "sequential_offload_component",
 ]

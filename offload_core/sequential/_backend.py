@@ -8,6 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import nn
 
+from ..devices import resolve_device
 from ._config import OffloadBackend, OffloadConfig, OffloadStrategy
 from ._discovery import ModuleDiscovery, PipelineModules, require_dits
 from ._exclusion import Exclusion
@@ -99,9 +100,25 @@ def _strict_rivals(found: PipelineModules) -> dict[int, list[nn.Module]]:
     return {id(module): [other for other in alone if other is not module] for module in alone}
 
 
-def get_offload_backend(config: OffloadConfig, device: torch.device) -> OffloadBackend | None:
-    """The backend of a strategy, None for `OffloadStrategy.NONE`."""
+def get_offload_backend(config: Any, device: torch.device | None = None) -> OffloadBackend | None:
+    """The backend of a strategy, None for `OffloadStrategy.NONE`.
+
+    config: an OffloadConfig, or vLLM-Omni's own with its flags (`OffloadConfig.from_od_config`). device: the
+    accelerator that is there, or the CPU, without it. Raises DeviceError.
+    """
+    config = config if isinstance(config, OffloadConfig) else OffloadConfig.from_od_config(config)
+    device = resolve_device("auto") if device is None else device
     if config.strategy is OffloadStrategy.NONE:
         return None
     model_level = config.strategy is OffloadStrategy.MODEL_LEVEL
     return ModelLevelOffloadBackend(config, device) if model_level else LayerWiseOffloadBackend(config, device)
+
+
+def enable_offload_backend(
+    config: Any, pipeline: Any, device: torch.device | None = None
+) -> tuple[Any, OffloadBackend | None]:
+    """`get_offload_backend`, enabled on a pipeline. Returns both. Raises what `enable` raises; nothing is left then."""
+    backend = get_offload_backend(config, device)
+    if backend is not None:
+        backend.enable(pipeline)
+    return pipeline, backend

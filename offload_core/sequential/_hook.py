@@ -5,9 +5,10 @@ The hook only says when; who is on the device, and what is copied, is `_exclusio
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -189,6 +190,25 @@ def remove_sequential_offload(modules: list[nn.Module]) -> None:
             failed = failed or error
     if failed is not None:
         raise failed
+
+
+@contextlib.contextmanager
+def sequential_offload_component(module: nn.Module) -> Iterator[nn.Module]:
+    """A block in which a component has its turn; it leaves the device at the end, by any exit.
+
+    For methods other than `forward`, which bring weights by themselves but don't know when the last one is done. Raises
+    BudgetError if the module's largest operator doesn't fit the device.
+    """
+    member = member_of(module)
+    if member is None:
+        log.info("%s: accepted, no effect because it takes no turns with others.", type(module).__name__)
+        yield module
+        return
+    member.exclusion.take_turn(member)
+    try:
+        yield module
+    finally:
+        member.exclusion.put_away(member)
 
 
 def rivals_of(dits: Sequence[nn.Module], encoders: Sequence[nn.Module]) -> dict[int, list[nn.Module]]:
