@@ -220,12 +220,15 @@ def _take_weights(
 
 def _from_config(cls: Any, source: ComponentSource, dtype: torch.dtype) -> nn.Module:
     if source.library == "transformers" or not hasattr(cls, "from_config"):
+        from transformers.initialization import no_init_weights
+
         if source.described:
             config = cls.config_class.from_dict(dict(source.config or {}))
         else:
             config = cls.config_class.from_pretrained(str(source.directory), local_files_only=True)
         request_dtype(config, dtype)
-        return cls(config)
+        with no_init_weights():  # parameters without memory are drawn all the same, through Python
+            return cls(config)
     if source.described:
         return cls.from_config(dict(source.config or {}))
     return cls.from_config(cls.load_config(str(source.directory), local_files_only=True))
