@@ -76,7 +76,8 @@ def test_ratios_are_against_plain_diffusers_and_growth_against_the_model() -> No
     assert set(found["ways"]["model_offload"].values()) == {"skipped", None}
     assert found["ours_same_picture"] is True
     assert found["swap"]["bytes_to_copy_back"] == 100 / 160
-    assert found["swap"]["seconds_to_copy_back"] == 0.25
+    assert found["swap"]["seconds_to_copy_back"] is None  # without a link they are of different things
+    assert summarise(rows, SWAP | {"link": True}, 100)["swap"]["seconds_to_copy_back"] == 0.25
     assert found["swap"]["bytes_to_weights"] == 1.0
 
 
@@ -115,6 +116,9 @@ def test_a_stage_that_comes_in_parts_is_their_sum_and_an_error_is_timed_too() ->
         pass
     assert watch.seconds["setup"] > first > 0
     assert watch.seconds["decode"] == 0
+    watch.seconds["encode"], total = 3.0, watch.seconds["setup"] + 3.0
+    watch.was_setup("encode", 2.0)
+    assert watch.seconds["encode"] == 1.0 and sum(watch.seconds.values()) == pytest.approx(total)
 
 
 def test_tables_name_every_way_and_say_why_one_did_not_run() -> None:
@@ -124,6 +128,7 @@ def test_tables_name_every_way_and_say_why_one_did_not_run() -> None:
     assert "bits" in said and "diffusers model offload: skipped, it needs an accelerator" in said
     swap = seed_table.render_swap(SWAP)
     assert "The CPU has no link" in swap and "60 B" in swap
+    assert "4.00 s" in seed_table.render_swap(SWAP | {"link": True}) and "4.00 s" not in swap
     assert seed_table.render_swap({"status": "failed", "reason": "no"}) == "Swap: failed, no"
 
 

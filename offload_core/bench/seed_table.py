@@ -40,17 +40,20 @@ def _cells(row: SeedRow) -> list[str]:
 
 
 def render_swap(swap: dict[str, Any]) -> str:
-    """A swap of the sequential backend beside one that copies back."""
+    """A swap of the sequential backend beside one that copies back. Without seconds where there is no link."""
     if swap["status"] != "ok":
         return f"Swap: {swap['status']}, {swap['reason']}"
     lines = []
     for name, title in (("ours", "sequential offload here"), ("copy_back", "a swap that copies back")):
         way = swap[name]
         lines.append([title, _bytes(way["bytes_in"]), _bytes(way["bytes_back"]), _seconds(way["swap_s"])])
-    table = _table(("swap", "to the device", "back to RAM", "seconds"), lines)
     if swap["link"]:
-        return table
-    return f"{table}\nThe CPU has no link: ours reads the model's file again, the other copies from RAM to RAM."
+        return _table(("swap", "to the device", "back to RAM", "seconds"), lines)
+    table = _table(("swap", "to the device", "back to RAM"), [line[:3] for line in lines])
+    return (
+        f"{table}\nThe CPU has no link: ours reads the model's file again and keeps none of it, the other copies from "
+        "RAM to RAM and keeps all of it there. Their seconds can't be compared."
+    )
 
 
 def _more(peak: int | None, baseline: int | None) -> str:

@@ -34,7 +34,7 @@ DEFAULT_SIZE = 512 << 20
 class SeedRow:
     """One way, as measured. status: "ok", "skipped" (can't run here) or "failed" (it tried); `reason` says why.
 
-    setup_s: loading and attaching, in all passes; phases load inside their stages. resident_peak_bytes: the peak
+    setup_s: loading and attaching, in all passes; of phases what their reports say of it. resident_peak_bytes: the peak
     resident set, mapped file pages included. private_peak_bytes: of memory that no file backs. Baselines are after the
     imports. same_picture: as plain diffusers, every bit. others_cpus: CPUs that other processes kept busy.
     """
@@ -139,7 +139,8 @@ def compare(rows: Sequence[SeedRow]) -> None:
 def summarise(rows: Sequence[SeedRow], swap: dict[str, Any], model_bytes: int) -> dict[str, Any]:
     """Each way's figures against plain diffusers', and what a swap costs against one that copies back.
 
-    A ratio is None if one of its two numbers wasn't measured. resident_growth and private_growth: what came after the
+    A ratio is None if one of its two numbers wasn't measured, or if they aren't of one thing (seconds of a swap on the
+    CPU, see `swap_cost`). resident_growth and private_growth: what came after the
     imports, against the model's bytes.
     """
     by_way = {row.way: row for row in rows if row.ok}
@@ -162,7 +163,7 @@ def summarise(rows: Sequence[SeedRow], swap: dict[str, Any], model_bytes: int) -
         here, back = swap["ours"], swap["copy_back"]
         found["swap"] = {
             "bytes_to_copy_back": _ratio(_moved(here), _moved(back)),
-            "seconds_to_copy_back": _ratio(here["swap_s"], back["swap_s"]),
+            "seconds_to_copy_back": _ratio(here["swap_s"], back["swap_s"]) if swap["link"] else None,
             "bytes_to_weights": _ratio(_moved(here), here["weight_bytes"]),
             "link": swap["link"],
         }

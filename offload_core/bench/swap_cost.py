@@ -5,8 +5,8 @@ and pinned there, then the one that comes is copied to the device. Here a compon
 they were, so nothing is copied for it to leave.
 
 The seconds of a swap are those until every weight of the one that comes was touched on the device. On the CPU there is
-no link: a swap that copies back goes from RAM to RAM and needs all weights there, while ours reads the model's file
-again, so the bytes say more than the seconds.
+no link, and the seconds of the two aren't of one thing: a swap that copies back goes from RAM to RAM and holds all
+weights there, while ours reads the model's file again and holds nothing. So only bytes are set side by side then.
 """
 
 from __future__ import annotations
