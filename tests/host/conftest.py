@@ -1,7 +1,8 @@
 """Fixtures for tests against real ComfyUI servers.
 
 COMFYUI_DIR names one checkout or several (separated like PATH); COMFYUI_PYTHON the Python of each, by default the one
-that runs the tests. Without COMFYUI_DIR all these tests are skipped.
+that runs the tests. Without COMFYUI_DIR all these tests are skipped. COMFYUI_FRONTEND names the folder of another
+release of ComfyUI's page (`static` of the package comfyui-frontend-package); by default each checkout has its own.
 """
 
 from __future__ import annotations
@@ -67,7 +68,8 @@ def boot(checkout: Checkout, demo_model: Path, tmp_path_factory: pytest.TempPath
 @pytest.fixture(scope="session")
 def server(boot: Boot) -> Iterator[Server]:
     """A server with the default flags and previews on."""
-    with boot("--preview-method", "auto") as server:
+    page = os.environ.get("COMFYUI_FRONTEND")
+    with boot("--preview-method", "auto", *(("--front-end-root", page) if page else ())) as server:
         yield server
 
 
