@@ -99,7 +99,7 @@ def test_interrupted_and_failed_prompts_are_told_apart(
     assert press_run(page) == "execution_error"
     page.wait_for_function(f"() => ({LAST})().includes('failed')")
     assert "Raise device_memory by" in page.evaluate(LAST)
-    page.locator(".p-toast-message").get_by_text("Not enough memory").first.wait_for()
+    page.get_by_text("Not enough memory").first.wait_for()
     screenshot(page, "sidebar-refused", checkout, tmp_path)
     page.keyboard.press("Escape")
     close_notes(page)
@@ -119,7 +119,7 @@ def test_settings_of_the_page_reach_the_server(page: Page, server: Server, fault
         wanted = {"preset": "low_ram_safe", "host_memory": "90%", "warm": True}
         wait_for_defaults(page, server, wanted)
         set_setting(page, "PhaseOffload.HostMemory", "lots")
-        page.locator(".p-toast-message").get_by_text("host_memory='lots' isn't a usable memory budget").wait_for()
+        page.get_by_text("host_memory='lots' isn't a usable memory budget").wait_for()
         wait_for_defaults(page, server, wanted)
         close_notes(page)
     finally:
@@ -146,7 +146,7 @@ def test_purge_and_copy_report_say_what_they_did(
     page.wait_for_function("() => window.copied.length")
     assert page.evaluate("window.copied")[0].startswith("Phase Offload ")
     page.get_by_role("button", name="Purge").click()
-    page.locator(".p-toast-message").get_by_text("ComfyUI unloads its models").wait_for()
+    page.get_by_text("ComfyUI unloads its models").wait_for()
     close_notes(page)
     assert faults == []
 
