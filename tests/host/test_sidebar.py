@@ -107,7 +107,7 @@ def test_interrupted_and_failed_prompts_are_told_apart(
 
 
 def close_notes(page: Page) -> None:
-    page.evaluate("() => app.extensionManager.toast.removeAll()")
+    page.evaluate("() => app.extensionManager.toast.removeAll?.()")  # newer pages have none
     page.wait_for_function("() => !document.querySelector('.p-toast-message')")
 
 
@@ -119,7 +119,7 @@ def test_settings_of_the_page_reach_the_server(page: Page, server: Server, fault
         wanted = {"preset": "low_ram_safe", "host_memory": "90%", "warm": True}
         wait_for_defaults(page, server, wanted)
         set_setting(page, "PhaseOffload.HostMemory", "lots")
-        page.get_by_text("host_memory='lots' isn't a usable memory budget").wait_for()
+        page.get_by_text("host_memory='lots' isn't a usable memory budget").first.wait_for()
         wait_for_defaults(page, server, wanted)
         close_notes(page)
     finally:
@@ -146,7 +146,7 @@ def test_purge_and_copy_report_say_what_they_did(
     page.wait_for_function("() => window.copied.length")
     assert page.evaluate("window.copied")[0].startswith("Phase Offload ")
     page.get_by_role("button", name="Purge").click()
-    page.get_by_text("ComfyUI unloads its models").wait_for()
+    page.get_by_text("ComfyUI unloads its models").first.wait_for()
     close_notes(page)
     assert faults == []
 
