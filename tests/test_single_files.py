@@ -447,3 +447,31 @@ def test_hub_id_means_its_cached_copy(tmp_path: Path, monkeypatch: pytest.Monkey
     assert po.load("someone/tiny").pipeline == "StableDiffusionPipeline"
     with pytest.raises(ModelError, match="hf download someone/other"):
         po.load("someone/other")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["auto", "float32", "bfloat16"])
+def test_weights_are_cast_on_the_way_in_as_those_of_a_folder(dtype: str, tmp_path: Path) -> None:
+    from offload_core.tiny_models.running import save_tiny
+
+    folder = save_tiny("sdxl", tmp_path / "folder", torch.float16)
+    parts = checkpoint_parts("sdxl")
+    half = {prefix: {name: tensor.half() for name, tensor in part.items()} for prefix, part in parts.items()}
+    file = write_file(tmp_path / "half.safetensors", half)
+    of_folder, _ = staged(folder, words("sdxl"), job("sdxl", guided=True), dtype=dtype, seed=3, settings=TIGHT)
+    of_file = pictures_of("sdxl", SplitFiles(checkpoint=str(file), configs=str(folder)), dtype=dtype)
+    assert torch.equal(of_file, of_folder)
+
+
+@pytest.mark.slow
+def test_command_line_makes_a_picture_of_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from offload_core import cli
+
+    files = split_files("sd15", tmp_path)
+    output = tmp_path / "picture.png"
+    words_of_it = ["--prompt", "a fox", "--width", "64", "--height", "48", "--steps", "2", "--device", "cpu"]
+    given = ["--denoiser", files.denoiser, "--encoder", *files.encoders, "--vae", files.vae, "--configs", files.configs]
+    assert cli.main(["generate", *map(str, given), *words_of_it, "--output", str(output)]) == 0
+    assert output.stat().st_size > 100
+    assert cli.main(["plan", *map(str, given), *words_of_it[:-2], "--device", "cpu"]) == 0
+    assert "denoise" in capsys.readouterr().out
