@@ -256,6 +256,22 @@ def test_model_whose_sizes_are_not_known_is_a_near_miss(tmp_path: Path) -> None:
     assert "tiny.safetensors' is near to what is known" in message and "instead of [320, 4, 3, 3]" in message
 
 
+def test_file_that_lacks_a_weight_is_refused_before_any_phase_begins(tmp_path: Path) -> None:
+    folder = tiny_model("sd15")
+    parts = checkpoint_parts("sd15")
+    del parts["first_stage_model."]["decoder.mid.attn_1.k.bias"]
+    parts["model.diffusion_model."]["out.2.bias"] = torch.zeros(9)
+    file = write_file(tmp_path / "model.safetensors", parts)
+    handle = po.load(SplitFiles(checkpoint=file, configs=folder))
+    with pytest.raises(ModelError, match=r"'conv_out.bias' of its unet has the shape \[9\] where .* needs \[4\]"):
+        po.encode(handle, "a fox")
+    parts["model.diffusion_model."]["out.2.bias"] = torch.zeros(4)
+    write_file(file, parts)
+    handle = po.load(SplitFiles(checkpoint=file, configs=folder))
+    with pytest.raises(ModelError, match=r"lacks 'decoder.mid_block.attentions.0.to_k.bias' of its vae"):
+        po.encode(handle, "a fox")
+
+
 @pytest.mark.parametrize(
     ("names", "says"),
     [
@@ -314,8 +330,10 @@ def test_other_names_of_a_file_mean_the_same_model(tmp_path: Path, monkeypatch: 
     link.symlink_to(file)
     monkeypatch.chdir(tmp_path)
     names = (file, link, "model.safetensors", f"{link.parent}/../model.safetensors")
-    prints = {po.load(SplitFiles(checkpoint=name, configs=folder)).fingerprint for name in names}
-    assert len(prints) == 1
+    handles = [po.load(SplitFiles(checkpoint=name, configs=folder)) for name in names]
+    assert len({handle.fingerprint for handle in handles}) == 1
+    monkeypatch.chdir(link.parent)  # a name that was relative goes on meaning its file
+    assert {handle.source().root for handle in handles} == {file, link}
 
 
 # ------------------------------------------------------------------- models that are described in this project

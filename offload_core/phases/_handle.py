@@ -148,6 +148,6 @@ def load(
         device=device,
         dtype=str(dtype).removeprefix("torch."),
         settings=settings,
-        files=None if isinstance(model, str | os.PathLike) else model,
+        files=None if isinstance(model, str | os.PathLike) else model.absolute(),
     )
     return replace(handle, loras=as_loras(loras))

@@ -45,7 +45,7 @@ def resolve_files(files: SplitFiles) -> ModelSource:
     if not given:
         raise ModelError("No file was given. Give a checkpoint, or a denoiser with its encoders and VAE.")
     parts = _find(given)
-    templates = [folder_template(files.configs)] if files.configs else known_templates(files.family)
+    templates = [folder_template(str(files.configs))] if files.configs else known_templates(files.family)
     template = _choose(templates, parts, given)
     chosen = _assign(template, parts)
     _refuse_unused(template, chosen, parts, given)
@@ -233,7 +233,7 @@ def _without_weights(template: Template, part: TemplatePart, files: SplitFiles, 
             return ComponentSource(part.name, part.library, part.class_name, part.directory)
         encoder = template.parts.get(part.name.replace("tokenizer", "text_encoder"))
         encoder_class = encoder.class_name if encoder is not None else ""
-        place = find_tokenizer(part.name, part.class_name, encoder_class, files.tokenizers, template.title)
+        place = find_tokenizer(part.name, part.class_name, encoder_class, files.tokenizer_folders, template.title)
         return ComponentSource(
             part.name, part.library, part.class_name, place, dict(part.config), described=part.directory is None
         )

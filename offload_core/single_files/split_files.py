@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 FilePath = str | os.PathLike[str]
+_SINGLE = ("checkpoint", "denoiser", "denoiser_2", "vae", "configs")
+_SEVERAL = ("encoders", "tokenizers")
 
 
 @dataclass(frozen=True)
@@ -20,21 +23,27 @@ class SplitFiles:
     read and may be missing. tokenizers: folders to look for tokenizers in.
     """
 
-    checkpoint: str | None = None
-    denoiser: str | None = None
-    denoiser_2: str | None = None
-    encoders: tuple[str, ...] = ()
-    vae: str | None = None
+    checkpoint: FilePath | None = None
+    denoiser: FilePath | None = None
+    denoiser_2: FilePath | None = None
+    encoders: FilePath | Sequence[FilePath] = ()
+    vae: FilePath | None = None
     family: str = "auto"
-    configs: str | None = None
-    tokenizers: tuple[str, ...] = ()
+    configs: FilePath | None = None
+    tokenizers: FilePath | Sequence[FilePath] = ()
 
     def __post_init__(self) -> None:
-        for name in ("checkpoint", "denoiser", "denoiser_2", "vae", "configs"):
+        for name in _SINGLE:
             value = getattr(self, name)
             object.__setattr__(self, name, os.fspath(value) if value else None)
-        for name in ("encoders", "tokenizers"):
+        for name in _SEVERAL:
             object.__setattr__(self, name, _paths(getattr(self, name)))
+
+    def absolute(self) -> SplitFiles:
+        """The same with full paths, which mean the same files from another folder."""
+        changed: dict[str, Any] = {name: _full(path) for name in _SINGLE if (path := getattr(self, name))}
+        several: dict[str, Any] = {name: tuple(map(_full, getattr(self, name))) for name in ("encoders", "tokenizers")}
+        return replace(self, **changed, **several)
 
     @property
     def named(self) -> Iterator[tuple[str, str]]:
@@ -42,14 +51,22 @@ class SplitFiles:
         for name in ("denoiser", "denoiser_2"):
             if getattr(self, name):
                 yield name, getattr(self, name)
-        yield from (("encoders", path) for path in self.encoders)
-        if self.vae:
-            yield "vae", self.vae
-        if self.checkpoint:
-            yield "checkpoint", self.checkpoint
+        yield from (("encoders", path) for path in _paths(self.encoders))
+        for name in ("vae", "checkpoint"):
+            if getattr(self, name):
+                yield name, getattr(self, name)
+
+    @property
+    def tokenizer_folders(self) -> tuple[str, ...]:
+        return _paths(self.tokenizers)
 
 
 def _paths(value: FilePath | Sequence[FilePath]) -> tuple[str, ...]:
     """One path, or several, as texts."""
     several = [value] if isinstance(value, str | os.PathLike) else value
     return tuple(os.fspath(path) for path in several)
+
+
+def _full(path: str) -> str:
+    """Of a path that can't be one, the path itself: whoever opens it says so."""
+    return path if not path.strip() or "\0" in path else os.path.abspath(os.path.expanduser(path))
