@@ -250,6 +250,12 @@ def test_file_that_the_model_has_no_use_for_is_refused(tmp_path: Path) -> None:
     assert "Give it as what it is" in refusal(SplitFiles(checkpoint=file, vae=t5, configs=folder))
 
 
+def test_family_that_is_asked_for_must_be_that_of_the_files(tmp_path: Path) -> None:
+    file = write_file(tmp_path / "model.safetensors", checkpoint_parts("flux"))
+    assert "no denoiser of Stable Diffusion XL" in refusal(SplitFiles(checkpoint=file, family="sdxl"))
+    assert "Use auto, or one of sd1.5, sdxl" in refusal(SplitFiles(checkpoint=file, family="sd9"))
+
+
 def test_model_whose_sizes_are_not_known_is_a_near_miss(tmp_path: Path) -> None:
     file = write_file(tmp_path / "tiny.safetensors", checkpoint_parts("sd15"))
     message = refusal(file)
