@@ -90,6 +90,7 @@ def test_steps_of_all_jobs_are_counted_in_one_row() -> None:
     assert [step for step in Listener.steps if step[0]] == [(1, 4), (2, 4), (3, 4), (4, 4)]
 
 
+@pytest.mark.slow
 def test_a_job_whose_embeds_lack_an_encoding_runs_by_itself() -> None:
     handle, session = po.load(tiny_model("sd15"), device="cpu"), po.Session()
     embeds = po.encode(handle, "a fox")

@@ -57,6 +57,7 @@ def test_a_list_of_one_is_a_plain_graph(runner: GraphRunner, monkeypatch: pytest
     assert torch.equal(one["decode"].values[0], plain["decode"].values[0])
 
 
+@pytest.mark.slow
 def test_plans_of_all_jobs_are_asked_and_the_widest_is_followed(
     runner: GraphRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -98,6 +98,7 @@ def test_a_strength_of_0_leaves_the_lora_out(runner: GraphRunner, host: SpokenHo
     assert host.said["node"] == "no LoRA: ready, nothing loaded yet"
 
 
+@pytest.mark.slow
 def test_loras_are_counted_in_a_budget_that_streams(runner: GraphRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     chain = [("style.safetensors", 0.5), ("more/line.safetensors", 1.5)]
     whole = picture(runner, *chain)
@@ -138,6 +139,7 @@ def test_a_file_that_changes_makes_the_node_run_again(runner: GraphRunner, loras
 # Wrong files
 
 
+@pytest.mark.slow
 def test_a_lora_of_another_model_is_a_sentence(runner: GraphRunner, loras: Path) -> None:
     make_lora("flux", "transformer", loras / "flux.safetensors", ["to_q"])
     with pytest.raises(ModelError, match=r"The LoRA flux\.safetensors is for another kind of model"):

@@ -41,7 +41,7 @@ def one_shot(name: str, cls: str, options: dict[str, Any], arguments: dict[str, 
     [
         ("sd15", "DPMSolverMultistepScheduler sde karras", {"algorithm_type": "sde-dpmsolver++", **KARRAS}),
         pytest.param("sd15", "HeunDiscreteScheduler", {}, marks=pytest.mark.slow),
-        ("flux", "FlowMatchEulerDiscreteScheduler karras", KARRAS),
+        pytest.param("flux", "FlowMatchEulerDiscreteScheduler karras", KARRAS, marks=pytest.mark.slow),
         pytest.param("wan22_5b", "DPMSolverMultistepScheduler", {}, marks=pytest.mark.slow),
     ],
 )

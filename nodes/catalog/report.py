@@ -46,7 +46,7 @@ def phase_report(call: NodeCall, *, anything: Any) -> NodeResult:
     table = report.table()
     if not report.phases:
         table = "No phase has run in this run of the graph: its results were all there from the one before."
-    call.observer.status(table.splitlines()[0] if not report.phases else f"{len(report.phases)} phases")
+    call.observer.status(", ".join(phase.name for phase in report.phases) or "no phase has run")
     chart = picture_as_image(report_picture(report.phases))
     values = (table, chart.to(**call.state.host.image_placement()), report.to_json())
     return NodeResult(values, ui={"text": [table]}, shown=chart)
