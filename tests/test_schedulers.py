@@ -122,3 +122,15 @@ def test_the_node_offers_every_name_and_leaves_the_models_own_alone(
         with pytest.raises(AttributeError):
             call(runner, "PhaseOffloadDenoise", **inputs, batch=1, **scheduler)
     assert [each.get("scheduler") for each in seen] == [None, None, "DDIMScheduler"]
+
+
+def test_the_command_names_those_that_fit_before_anything_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from offload_core.cli import main
+
+    words = ["--model", str(tiny_model("sd15")), "--prompt", "a star", "--output", str(tmp_path / "x.png")]
+    assert main(["generate", *words, "--scheduler", "list"]) == 2
+    said = capsys.readouterr().err
+    assert "'list' isn't one of the schedulers here; the model's own is DDIMScheduler: choose one of " in said
+    assert not (tmp_path / "x.png").exists()
