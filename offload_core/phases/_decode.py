@@ -259,7 +259,7 @@ def _try(
     phase: Phase, component: Component, asked: Arguments, whole: bool
 ) -> tuple[torch.Tensor | Stretches | None, str]:
     """The picture; or none, and how memory ran out."""
-    vae = component.module
+    vae: Any = component.module
     try:
         args, kwargs = asked()
         if not whole and hasattr(phase.pipeline, "video_processor") and can_stretch(vae, args):
