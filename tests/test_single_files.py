@@ -499,3 +499,22 @@ def test_command_line_makes_a_picture_of_files(tmp_path: Path, capsys: pytest.Ca
     assert output.stat().st_size > 100
     assert cli.main(["plan", *map(str, given), *words_of_it[:-2], "--device", "cpu"]) == 0
     assert "denoise" in capsys.readouterr().out
+
+
+def test_qwen3_is_asked_in_its_own_words_whatever_folder_its_vocabulary_is_from(tmp_path: Path) -> None:
+    from offload_core.known import _tokenizers
+    from offload_core.model_source import ComponentSource
+    from offload_core.phases._pipeline import _load_part
+    from offload_core.single_files.tokenizers import find_tokenizer, tokenizer_options
+
+    real = _tokenizers.qwen_tokenizer()
+    messages = [{"role": "user", "content": "a fox"}]
+    call: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True, "enable_thinking": False}
+    expect = real.apply_chat_template(messages, **call)
+    real.chat_template = "another model's"
+    real.save_pretrained(tmp_path / "qwen25_tokenizer")
+    place = find_tokenizer("tokenizer", "Qwen2TokenizerFast", "Qwen3ForCausalLM", [str(tmp_path)], "Z-Image")
+    options = tokenizer_options(place, "Qwen3ForCausalLM")
+    part = ComponentSource("tokenizer", "transformers", "Qwen2TokenizerFast", place, options, described=True)
+    assert _load_part(part).apply_chat_template(messages, **call) == expect
+    assert tokenizer_options(place, "Qwen2_5_VLForConditionalGeneration") == {}

@@ -19,7 +19,7 @@ from .recognise import FoundPart, find_parts, open_file, what_else
 from .rules import convert
 from .split_files import SplitFiles
 from .template import Template, TemplatePart, folder_template, known_templates
-from .tokenizers import find_tokenizer
+from .tokenizers import find_tokenizer, tokenizer_options
 
 _ROLES = {
     "denoiser": ("denoiser",),
@@ -234,9 +234,8 @@ def _without_weights(template: Template, part: TemplatePart, files: SplitFiles, 
         encoder = template.parts.get(part.name.replace("tokenizer", "text_encoder"))
         encoder_class = encoder.class_name if encoder is not None else ""
         place = find_tokenizer(part.name, part.class_name, encoder_class, files.tokenizer_folders, template.title)
-        return ComponentSource(
-            part.name, part.library, part.class_name, place, dict(part.config), described=part.directory is None
-        )
+        options = {**part.config, **tokenizer_options(place, encoder_class)}
+        return ComponentSource(part.name, part.library, part.class_name, place, options, described=True)
     if part.directory is not None:
         if template.folder is not None and not part.directory.is_dir():
             raise template.folder.error(part.directory, "is missing", "Give a folder that has it.")

@@ -43,10 +43,20 @@ KINDS = (
         "umT5's tokenizer", ("T5Tokenizer",), "UMT5", ("umt5_tokenizer", "umt5"), _PIECES, least_bytes=4_000_000
     ),
     TokenizerKind("T5's tokenizer", ("T5Tokenizer",), "", ("t5_tokenizer", "t5xxl_tokenizer", "t5"), _PIECES),
-    # Qwen3's has tokens and a chat template that Qwen2.5's hasn't.
-    TokenizerKind("Qwen3's tokenizer", ("Qwen2Tokenizer",), "Qwen3", ("qwen3_tokenizer", "qwen3"), _BPE, "<think>"),
+    # Qwen3's has tokens that Qwen2.5's hasn't. ComfyUI's folder has them, with Qwen2.5's chat template.
+    TokenizerKind(
+        "Qwen3's tokenizer", ("Qwen2Tokenizer",), "Qwen3", ("qwen3_tokenizer", "qwen25_tokenizer"), _BPE, "<think>"
+    ),
     TokenizerKind("Qwen2.5's tokenizer", ("Qwen2Tokenizer",), "", ("qwen25_tokenizer", "qwen25"), _BPE),
 )
+# What Qwen3's own chat template (https://huggingface.co/Qwen/Qwen3-4B, tokenizer_config.json) makes of messages without
+# tools: no system message of its own, and an empty thought where thinking is off.
+_QWEN3_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
+
 _SPECIAL = ("added_tokens.json", "tokenizer_config.json", "tokenizer.json")
 _BELOW = ("", "text_encoders", "comfy", "comfy/text_encoders")
 
@@ -70,6 +80,15 @@ def find_tokenizer(component: str, class_name: str, encoder: str, folders: Itera
         f"{who} needs {title}, which files of weights don't contain.{looked} Name a folder that has it: the `comfy` "
         "folder of ComfyUI, or a diffusers folder of a model with the same text encoder (--tokenizers FOLDER)."
     )
+
+
+def tokenizer_options(place: Path, encoder: str) -> dict[str, str]:
+    """What a tokenizer's loader has to be told beside the model's own options: a chat template, if that isn't there."""
+    own = place / "chat_template.jinja"
+    files = (own,) if own.is_file() else (place / "tokenizer_config.json", place / "tokenizer.json")
+    if not encoder.startswith("Qwen3") or any(_holds(file, "enable_thinking") for file in files):
+        return {}
+    return {"chat_template": _QWEN3_TEMPLATE}
 
 
 def _places(component: str, kind: TokenizerKind, folders: Iterable[str]) -> Iterator[Path]:
