@@ -518,3 +518,18 @@ def test_qwen3_is_asked_in_its_own_words_whatever_folder_its_vocabulary_is_from(
     part = ComponentSource("tokenizer", "transformers", "Qwen2TokenizerFast", place, options, described=True)
     assert _load_part(part).apply_chat_template(messages, **call) == expect
     assert tokenizer_options(place, "Qwen2_5_VLForConditionalGeneration") == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [TIGHT, None], ids=["streamed", "resident"])
+def test_lora_changes_a_model_of_files_as_it_does_its_folder(settings: Any, tmp_path: Path) -> None:
+    from lora_files import make_lora
+
+    lora = make_lora("flux", "transformer", tmp_path / "lora.safetensors", ["to_q", "to_k", "proj_mlp"])
+    settings = settings and replace(settings, device_memory="600kB")
+    call = {"dtype": "auto", "seed": 3, "settings": settings, "loras": [lora]}
+    of_folder, _ = staged(tiny_model("flux"), words("flux"), job("flux", guided=True), **call)
+    files = split_files("flux", tmp_path)
+    of_file, _ = staged(files, words("flux"), job("flux", guided=True), **call)  # type: ignore[arg-type]
+    assert torch.equal(of_file, of_folder)
+    assert not torch.equal(of_file, expected("flux"))
