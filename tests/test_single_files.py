@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import pickle
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -260,6 +262,15 @@ def test_model_whose_sizes_are_not_known_is_a_near_miss(tmp_path: Path) -> None:
     file = write_file(tmp_path / "tiny.safetensors", checkpoint_parts("sd15"))
     message = refusal(file)
     assert "tiny.safetensors' is near to what is known" in message and "instead of [320, 4, 3, 3]" in message
+
+
+def test_part_that_no_layout_is_known_for_is_not_taken_from_the_folder_of_configs(tmp_path: Path) -> None:
+    folder = tmp_path / "configs"
+    shutil.copytree(tiny_model("sd15"), folder)
+    index = json.loads((folder / "model_index.json").read_text())
+    (folder / "model_index.json").write_text(json.dumps(index | {"text_encoder": ["transformers", "LlamaModel"]}))
+    file = write_file(tmp_path / "model.safetensors", checkpoint_parts("sd15"))
+    assert "text_encoder, a 'LlamaModel'" in refusal(SplitFiles(checkpoint=file, configs=folder))
 
 
 def test_file_that_lacks_a_weight_is_refused_before_any_phase_begins(tmp_path: Path) -> None:

@@ -42,8 +42,3 @@ def count(shapes: Shapes, start: str) -> int:
     """How many numbered parts there are: 19 if the highest name that begins with `start` goes on with 18."""
     numbers = [name[len(start) :].partition(".")[0] for name in shapes if name.startswith(start)]
     return max((int(number) + 1 for number in numbers if number.isdigit()), default=0)
-
-
-def blocks(template: str, number: int) -> dict[str, tuple[int, ...] | None]:
-    """Sizes that say: there are exactly `number` of these. The template has {n} where the number goes."""
-    return {template.format(n=number): None}

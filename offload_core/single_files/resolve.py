@@ -15,6 +15,7 @@ from ..errors import ModelError
 from ..library_classes import library_class
 from ..model_source import ComponentSource, ModelSource, component_class
 from ..stored_weight import StoredWeight
+from .layouts import LAYOUTS
 from .recognise import FoundPart, find_parts, open_file, what_else
 from .rules import convert
 from .split_files import SplitFiles
@@ -30,6 +31,7 @@ _ROLES = {
 }
 _GIVE = {"denoiser": "--denoiser FILE", "encoder": "--encoder FILE", "vae": "--vae FILE", "other": "--encoder FILE"}
 _SECOND = "transformer_2"
+_WITHOUT = ("Scheduler", "Tokenizer", "Processor", "FeatureExtractor", "Guidance")  # classes that have no weights
 
 _Given = list[tuple[str, Path, Header]]
 _Parts = list[tuple[str, FoundPart]]  # what the file was given as, and the part
@@ -137,9 +139,7 @@ def _assign(template: Template, parts: _Parts) -> dict[str, FoundPart]:
 
 
 def _has_weights(part: TemplatePart) -> bool:
-    """Whether a class is one with weights: it has a layout, or at least a config of its own."""
-    from .layouts import LAYOUTS
-
+    """Whether a class has weights that files can hold: a layout is known for it."""
     return any(part.class_name in layout.classes for layout in LAYOUTS)
 
 
@@ -162,8 +162,6 @@ def _described(part: TemplatePart) -> str:
 
 
 def _how_to_give(part: TemplatePart) -> str:
-    from .layouts import LAYOUTS
-
     role = next(layout.role for layout in LAYOUTS if part.class_name in layout.classes)
     return "--denoiser-2 FILE" if part.name == _SECOND else _GIVE[role]
 
@@ -226,7 +224,12 @@ def _completed(part: TemplatePart, stored: dict[str, StoredWeight]) -> dict[str,
 
 
 def _without_weights(template: Template, part: TemplatePart, files: SplitFiles, given: _Given) -> ComponentSource:
-    """A scheduler, tokenizer or processor."""
+    """A scheduler, tokenizer or processor. Raises ModelError for a part of which no layout is known."""
+    if not any(word in part.class_name for word in _WITHOUT):
+        raise ModelError(
+            f"{template.title} has a part that isn't known as a file: {part.name}, a {show(part.class_name)}. "
+            "Use the model's diffusers folder."
+        )
     if "Tokenizer" in part.class_name or "Processor" in part.class_name:
         own = part.directory is not None and part.directory.is_dir() and any(part.directory.iterdir())
         if own and part.directory is not None:
