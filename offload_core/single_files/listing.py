@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from ..checkpoint import MAX_HEADER_BYTES, Header, TensorEntry
-from ..known import known_model
+from ..known import known_models
 from .recognise import find_parts
 from .template import ALIKE, FAMILIES
 
@@ -103,7 +103,8 @@ def _look_at(path: Path) -> ListedFile:
     raw = _raw_header(path)
     header = Header(cast(Any, _Glance(raw)), {}, 0, 0, "", 0)
     parts = find_parts(path, header)
-    families = [name for name in FAMILIES if name not in ALIKE and any(_fits(part, name) for part in parts)]
+    denoisers = [part for part in parts if part.layout.role == "denoiser"]
+    families = [name for name in FAMILIES if name not in ALIKE and any(_fits(part, name) for part in denoisers)]
     return ListedFile(
         path=path,
         roles=tuple(dict.fromkeys(part.layout.role for part in parts)),
@@ -114,9 +115,7 @@ def _look_at(path: Path) -> ListedFile:
 
 
 def _fits(part: Any, family: str) -> bool:
-    model = known_model(family)
-    if model is None or part.layout.role != "denoiser":
-        return False
+    model = known_models()[family]
     configs = [c["config"] for c in model.components.values() if c["class"] in part.layout.classes]
     return any(part.misfit(config) is None for config in configs)
 
@@ -136,7 +135,11 @@ class _Glance(Mapping[str, TensorEntry]):
 
     def __init__(self, raw: bytes) -> None:
         self._raw = raw
-        self._found = dict.fromkeys(_NAME.findall(raw))
+        if b'":{' in raw:  # as every writer in use has it; a split is several times as fast as a search
+            names = [before.rpartition(b'"')[2] for before in raw.split(b'":{')[:-1]]
+        else:
+            names = _NAME.findall(raw)
+        self._found = dict.fromkeys(names)
 
     def __getitem__(self, name: str) -> TensorEntry:
         quoted = f'"{name}"'.encode()
