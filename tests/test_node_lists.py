@@ -28,7 +28,7 @@ def listed(graph: Prompt, lines: str) -> Prompt:
 
 
 def phases(runner: GraphRunner) -> list[str]:
-    return [phase.name for phase in runner.state.this_run()]
+    return [phase.name for phase in runner.state.this_run().phases]
 
 
 def test_a_list_of_prompts_goes_through_one_phase_at_a_time(

@@ -445,15 +445,19 @@ def test_phases_are_remembered_by_the_prompt_of_the_host(comfy: HostModules) -> 
     from phase_offload_nodes.host import ComfyHost
 
     state = PackState(ComfyHost())
-    state.remember([PhaseReport("encode", 1, 0, 0, 0, 0, 0, 0)])
-    state.remember([PhaseReport("denoise", 1, 0, 0, 0, 0, 0, 0)])
-    assert [phase.name for phase in state.this_run()] == ["encode", "denoise"]
+
+    def ran(name: str) -> list[str]:
+        """The phases of the prompt that is under way, after one more."""
+        state.history.ended(state.host.run_id(), "node", [PhaseReport(name, 1, 0, 0, 0, 0, 0, 0)])
+        return [phase.name for phase in state.this_run().phases]
+
+    assert state.this_run().phases == []
+    assert (ran("encode"), ran("denoise")) == (["encode"], ["encode", "denoise"])
     comfy.context.prompt_id = "second"
-    assert state.this_run() == []
-    state.remember([PhaseReport("decode", 1, 0, 0, 0, 0, 0, 0)])
-    assert [phase.name for phase in state.this_run()] == ["decode"]
+    assert state.this_run().phases == []
+    assert ran("decode") == ["decode"]
     comfy.context = None
-    assert state.this_run() == []
+    assert state.this_run().phases == []
 
 
 def test_bar_counts_bytes_until_the_first_step_and_never_jumps_back(comfy: HostModules) -> None:

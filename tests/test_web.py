@@ -96,7 +96,7 @@ def test_scripts_keep_to_their_place(name: str) -> None:
     script = SCRIPTS[name]
     assert [word for word in FORBIDDEN if word in script.replace('"http://www.w3.org/2000/svg"', "")] == []
     script.encode("cp1252")
-    assert re.findall(r'name: "(.+)",', script) in ([], ["phaseoffload.sidebar"], ["phaseoffload.plan_preview"])
+    assert re.findall(r'name: "(.+)",', script) in ([], ["phaseoffload.sidebar"], ["phaseoffload.tables"])
     imports = re.findall(r'from "(.+)";', script)
     assert all(path.startswith(("../../scripts/ap", "./")) for path in imports)
 
