@@ -134,18 +134,19 @@ class PackState:
         what is set for all graphs; where that is "auto", too, the host may have another."""
         settings = base or OffloadSettings(**self.defaults.numbers())
         given: dict[str, Any] = {name: budget for name, budget in budgets.items() if not is_auto(budget)}
-        settings = replace(settings, **given, **self._kept(settings))
+        settings = replace(settings, **given)
         auto: dict[str, Any] = dict(self.host.auto_budgets())
         return replace(settings, **{name: auto[name] for name in auto if getattr(settings, name) == "auto"})
 
-    def _kept(self, settings: OffloadSettings) -> dict[str, Any]:
-        """What stays between prompts: as the settings or those for all graphs say."""
+    def with_kept(self, settings: OffloadSettings, *, warm: bool = False) -> OffloadSettings:
+        """The settings, with what stays between prompts: weights in RAM if a node asks for it (`warm`) or it is set for
+        all graphs, and encoded prompts on disk if that is set for all graphs."""
         from offload_core.small_files import cache_folder
 
-        kept: dict[str, Any] = {"warm": settings.warm or self.defaults.warm}
-        if self.defaults.prompt_cache and settings.prompt_cache_folder is None:
-            kept["prompt_cache_folder"] = str(cache_folder() / "prompts")
-        return kept
+        folder = settings.prompt_cache_folder
+        if folder is None and self.defaults.prompt_cache:
+            folder = str(cache_folder() / "prompts")
+        return replace(settings, warm=warm or settings.warm or self.defaults.warm, prompt_cache_folder=folder)
 
     def fingerprint(self, name: str) -> str:
         """Changes whenever a file of the model changes. Reads headers once, then only asks for sizes and times."""

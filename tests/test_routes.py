@@ -17,6 +17,7 @@ import fake_engine
 from offload_core.presets import PRESETS
 from offload_core.report import PhaseReport
 from offload_core.settings import OffloadSettings
+from phase_offload_nodes.calls import fingerprint, run_node
 from phase_offload_nodes.defaults import PRESET_NAMES, Defaults
 from phase_offload_nodes.local_host import LocalHost
 from phase_offload_nodes.machine import FRESH_S, MachineFigures
@@ -124,17 +125,38 @@ def test_defaults_are_what_auto_in_a_load_node_stands_for(state: PackState) -> N
     assert state.settings(device_memory="auto").device_memory == "60%"
 
 
+@pytest.mark.parametrize(
+    "field", [{"preset": "low_ram_safe"}, {"host_memory": "4GiB"}, {"warm": True}, {"prompt_cache": True}]
+)
 def test_load_runs_again_when_the_defaults_change_what_it_gives(
-    state: PackState, monkeypatch: pytest.MonkeyPatch
+    state: PackState, monkeypatch: pytest.MonkeyPatch, field: dict[str, Any]
 ) -> None:
-    from phase_offload_nodes.calls import fingerprint
-
     monkeypatch.setattr(PackState, "fingerprint", lambda self, name: f"files of {name}")
     before = fingerprint("PhaseOffloadLoad", state, {"model": "tiny"})
-    ask(state, "settings", {"warm": True})
-    assert fingerprint("PhaseOffloadLoad", state, {"model": "tiny"}) == before
-    ask(state, "settings", {"preset": "low_ram_safe"})
+    ask(state, "settings", field)
     assert fingerprint("PhaseOffloadLoad", state, {"model": "tiny"}) != before
+    ask(state, "settings", asdict(Defaults()))
+    assert fingerprint("PhaseOffloadLoad", state, {"model": "tiny"}) == before
+
+
+@pytest.mark.parametrize("connected", [None, OffloadSettings()], ids=["budgets", "settings"])
+def test_what_is_kept_for_all_graphs_reaches_a_loaded_model_and_leaves_it_again(
+    state: PackState, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, connected: OffloadSettings | None
+) -> None:
+    monkeypatch.setenv("PHASE_OFFLOAD_CACHE", str(tmp_path / "cache"))
+    engine = fake_engine.install(monkeypatch)
+
+    def loaded() -> tuple[bool, str | None]:
+        given = {"model": "tiny", "dtype": "auto", "device": "cpu", "settings": connected}
+        run_node("PhaseOffloadLoad", state, state.host.observer("node"), given)
+        settings = engine.calls[-1][1]["settings"]
+        return settings.warm, settings.prompt_cache_folder
+
+    assert loaded() == (False, None)
+    ask(state, "settings", {"warm": True, "prompt_cache": True})
+    assert loaded() == (True, str(tmp_path / "cache" / "prompts"))
+    ask(state, "settings", {"warm": False, "prompt_cache": False})
+    assert loaded() == (False, None)
 
 
 def test_presets_on_offer_are_numbers_of_this_engine() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import offload_core
@@ -103,7 +102,7 @@ def load(
         settings = call.state.settings(device_memory=device_memory, host_memory=host_memory)
     elif not isinstance(settings, OffloadSettings):
         raise InputError(f"Load's settings must come from Offload Settings, not be {type(settings).__name__}.")
-    settings = replace(settings, warm=warm or settings.warm)
+    settings = call.state.with_kept(settings, warm=warm)
     handle = offload_core.load(folder, device=call.state.device(device), dtype=dtype, settings=settings)
     call.observer.status(f"{model}: ready, nothing loaded yet")
     return NodeResult((handle,))
@@ -113,7 +112,7 @@ def fingerprint(state: PackState, *, model: Any = None, **_unused: Any) -> str:
     """Changes with the files of the model, and with what is set for all graphs. A model that can't be used has its
     error as the fingerprint."""
     try:
-        return f"{state.fingerprint(str(model))} {state.defaults.numbers()}"
+        return f"{state.fingerprint(str(model))} {state.defaults}"
     except OffloadError as error:
         return f"unusable: {error}"
 
