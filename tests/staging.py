@@ -7,6 +7,7 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
+import pytest
 import torch
 from diffusers import DiffusionPipeline
 
@@ -27,12 +28,20 @@ PROMISED = (
     "wan22_a14b",
     "wan22_5b",
 )
+# Of these the default tests run every case: a UNet, a transformer of two streams, an encoder that is a language model,
+# and two experts. The slow ones run them all.
+OFTEN = ("sd15", "flux", "flux2_klein", "wan22_a14b")
 OTHERS = tuple(name for name in FAMILIES if name not in PROMISED)
 # Families whose Encode needs more than the texts: the picture and its size, or no rounding to sizes of a table.
 ENCODE_NEEDS = {
     "wan22_i2v_a14b": ("image", "height", "width", "num_frames"),
     "pixart_sigma": ("height", "width", "use_resolution_binning", "clean_caption"),
 }
+
+
+def often(names: tuple[str, ...], chosen: tuple[str, ...] = OFTEN) -> list[Any]:
+    """`names` as parameters of a test, of which only those `chosen` are run by default."""
+    return [name if name in chosen else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
 @functools.cache

@@ -107,9 +107,10 @@ def test_what_follows_a_picture_that_did_not_fit_is_decoded_in_tiles(monkeypatch
     tried, session = [], po.Session()
     original = _decode._try
 
-    def full(phase: Any, vae: Any, latents: Any) -> Any:
-        tried.append(vae.use_tiling)
-        return original(phase, vae, latents) if vae.use_tiling else (None, "out of memory")
+    def full(phase: Any, component: Any, *asked: Any) -> Any:
+        tiled = component.module.use_tiling
+        tried.append(tiled)
+        return original(phase, component, *asked) if tiled else (None, "out of memory")
 
     monkeypatch.setattr(_decode, "_try", full)
     po.decode_many(handle, [latents, latents], "pt", session=session)

@@ -239,11 +239,11 @@ def checkout(tmp_path: Path) -> Path:
     ("folder", "arguments"),
     [
         (".", []),
-        (".", ["."]),
-        (".", ["tests"]),
+        pytest.param(".", ["."], marks=pytest.mark.slow),
+        pytest.param(".", ["tests"], marks=pytest.mark.slow),
         (".", ["tests/test_one.py::test_it"]),
-        ("tests", []),
-        ("tests", ["-k", "it"]),
+        pytest.param("tests", [], marks=pytest.mark.slow),
+        pytest.param("tests", ["-k", "it"], marks=pytest.mark.slow),
     ],
 )
 def test_pytest_never_imports_the_root(checkout: Path, folder: str, arguments: list[str]):

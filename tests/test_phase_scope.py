@@ -118,7 +118,7 @@ def polls_of(name: str) -> int:
     return observer.polls
 
 
-@pytest.mark.parametrize("error", [Interrupt, KeyboardInterrupt])
+@pytest.mark.parametrize("error", [Interrupt, pytest.param(KeyboardInterrupt, marks=pytest.mark.slow)])
 def test_an_interrupt_anywhere_in_denoise_arrives_and_leaves_nothing(
     error: type[BaseException], no_collector: None
 ) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import offload_core as po
-from staging import OTHERS, PROMISED, job, one_shot, staged, tiny_model, words
+from staging import OTHERS, PROMISED, job, often, one_shot, staged, tiny_model, words
 
 KIB = 1024
 SDXL = (400 * KIB, 60 * KIB)  # of denoise and decode
@@ -34,7 +34,7 @@ def smallest(path: Path, texts: dict[str, Any], call: dict[str, Any], **load: An
     raise AssertionError("no budget works")
 
 
-@pytest.mark.parametrize("name", PROMISED)
+@pytest.mark.parametrize("name", often(PROMISED))
 @pytest.mark.parametrize(
     "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=["float32", "bfloat16"]
 )

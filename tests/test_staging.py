@@ -12,14 +12,23 @@ import torch
 import offload_core as po
 from offload_core.tiny_models import FAMILIES
 from offload_core.tiny_models.variants import VARIANTS
-from staging import OTHERS, PROMISED, job, one_shot, staged, tiny_model, words
+from staging import OFTEN, OTHERS, PROMISED, job, often, one_shot, staged, tiny_model, words
 
 DTYPES = [torch.float32, torch.bfloat16]
 DEMO = Path(po.__file__).parent / "demo" / "model"
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("name", PROMISED)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        pytest.param(name, dtype, id=f"{name}-{kind}", marks=[] if seen else [pytest.mark.slow])
+        for name in PROMISED
+        for kind, dtype, seen in (
+            ("float32", torch.float32, True),
+            ("bfloat16", torch.bfloat16, name in OFTEN),
+        )
+    ],
+)
 def test_two_guided_pictures_in_phases_equal_the_one_shot_run(name: str, dtype: torch.dtype) -> None:
     path, call = tiny_model(name), job(name, guided=True, images=2)
     expected, ran = one_shot(path, dtype=dtype, seed=5, **words(name), **call)
@@ -35,7 +44,7 @@ def test_two_guided_pictures_in_phases_equal_the_one_shot_run(name: str, dtype: 
             assert count <= ran[component]
 
 
-@pytest.mark.parametrize("name", PROMISED)
+@pytest.mark.parametrize("name", often(PROMISED))
 def test_embeddings_made_with_defaults_serve_an_unguided_denoise(name: str) -> None:
     path, call = tiny_model(name), job(name, guided=False)
     expected, _ = one_shot(path, dtype=torch.float32, seed=6, **words(name), **call)
@@ -44,7 +53,7 @@ def test_embeddings_made_with_defaults_serve_an_unguided_denoise(name: str) -> N
     assert [phase.name for phase in session.report.phases] == ["encode", "denoise", "decode"]
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", often(OTHERS, ("sd15_safety", "lumina2", "ltx2", "cogvideox")))
 def test_other_families_in_phases_equal_the_one_shot_run(name: str) -> None:
     path, call = tiny_model(name), job(name, guided=True)
     texts = words(name)

@@ -193,7 +193,7 @@ def scaled_guiders(blocks: ModularPipelineBlocks) -> list[str]:
 
 
 def argument_of(guider: str) -> str:
-    """guider → guidance_scale, guider_2 → guidance_scale_2, as classic pipelines call them."""
+    """guider -> guidance_scale, guider_2 -> guidance_scale_2, as classic pipelines call them."""
     return guider.replace("guider", "guidance_scale")
 
 

@@ -59,6 +59,6 @@ def _room_for(stretch: torch.Tensor, frames: int, output_type: str) -> Any:
 
 
 def _parts(clip: torch.Tensor) -> list[torch.Tensor]:
-    """(C, F, H, W) → views (f, C, H, W) of a few frames each."""
+    """(C, F, H, W) -> views (f, C, H, W) of a few frames each."""
     frames = clip.movedim(1, 0)
     return list(frames.split(max(1, PART_BYTES // (frames[0].numel() * 4))))

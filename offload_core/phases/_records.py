@@ -178,8 +178,10 @@ class Latents:
         layout = Layout(_need(meta, "layout", str, path), _need(plains, "layout", Plain, path).tensors)
         sound = None
         if "sound" in plains:
-            component, vae = _need(meta, "sound", list, path)
-            sound = Sound(str(component), str(vae), plains["sound"])
+            names = _need(meta, "sound", list, path)
+            if len(names) != 2:
+                raise RecordError(f"The field sound of {Path(path).name} names no audio VAE. Make the file again.")
+            sound = Sound(str(names[0]), str(names[1]), plains["sound"])
         decode = _need(plains, "decode", Plain, path)
         rate = meta.get("frame_rate")  # files of before lack it
         rest = plains.get("rest")
