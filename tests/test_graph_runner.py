@@ -458,32 +458,49 @@ def test_a_picture_outside_or_missing(runner: GraphRunner, tmp_path: Path, name:
 # The example workflows
 
 
-def test_example_workflows_agree_in_both_formats() -> None:
+EXAMPLES = ROOT / "example_workflows"
+BYPASSED = 4  # the mode of a node that hands its input on, and of which nothing is sent to the server
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in EXAMPLES.glob("*.json")))
+def test_example_workflows_have_the_inputs_of_the_schemas_and_agree_in_both_formats(name: str) -> None:
     from phase_offload_nodes.graph_runner import SCHEMAS
 
-    for file in (ROOT / "example_workflows").glob("*.json"):
-        editor = json.loads(file.read_text("utf-8"))
-        twin = read_graph(file.parent / "api" / file.name)
-        links = {link[0]: [str(link[1]), link[2]] for link in editor["links"]}
-        for entry in editor["nodes"]:
-            if entry["type"] == "MarkdownNote":  # for people; it isn't part of what runs
-                continue
-            schema = SCHEMAS[entry["type"]]
-            values = list(entry["widgets_values"])
-            expected = {}
-            for spec in schema.inputs:
-                if spec.optional and not values:
-                    continue  # it came later than the workflow was saved
-                if spec.is_widget:
-                    expected[spec.name] = values.pop(0)
-                    if spec.control_after_generate:
-                        assert values.pop(0) in ("fixed", "increment", "decrement", "randomize")
-            sockets = {
-                socket["name"]: links[socket["link"]] for socket in entry["inputs"] if socket["link"] is not None
-            }
-            assert values == []
+    editor = json.loads((EXAMPLES / f"{name}.json").read_text("utf-8"))
+    twin = read_graph(EXAMPLES / "api" / f"{name}.json")
+    links = {link[0]: [str(link[1]), link[2]] for link in editor["links"]}
+    for entry in editor["nodes"]:
+        if entry["type"] == "MarkdownNote":  # for people; it isn't part of what runs
+            continue
+        schema = SCHEMAS[entry["type"]]
+        assert [(socket["name"], socket["type"]) for socket in entry["inputs"]] == [
+            (spec.name, spec.type) for spec in schema.inputs
+        ]
+        values = list(entry["widgets_values"])
+        expected = {}
+        for spec in schema.inputs:
+            if spec.is_widget:
+                expected[spec.name] = values.pop(0)
+                if spec.control_after_generate:
+                    assert values.pop(0) in ("fixed", "increment", "decrement", "randomize")
+        assert values == []
+        sockets = {socket["name"]: links[socket["link"]] for socket in entry["inputs"] if socket["link"] is not None}
+        if entry["mode"] == BYPASSED:
+            (handed_on,) = sockets.values()
+            links = {link: handed_on if start[0] == str(entry["id"]) else start for link, start in links.items()}
+            assert str(entry["id"]) not in twin
+        else:
             assert twin[str(entry["id"])]["class_type"] == entry["type"]
             assert twin[str(entry["id"])]["inputs"] == expected | sockets
+
+
+def test_example_of_a_lora_says_where_to_put_one_if_there_is_none(runner: GraphRunner) -> None:
+    workflow = json.loads((EXAMPLES / "lora.json").read_text("utf-8"))
+    (lora,) = [entry for entry in workflow["nodes"] if entry["type"] == "PhaseOffloadLora"]
+    name = lora["widgets_values"][0]
+    assert runner.state.choices("loras") == [name]
+    with pytest.raises(InputError, match="There is no LoRA yet: put a"):
+        runner.state.loras.file(name)
 
 
 def test_example_graph_passes_the_checks(
