@@ -13,6 +13,15 @@ from offload_core.errors import InputError
 
 DEFAULT_MODELS = Path("models/diffusers")
 DEFAULT_LORAS = Path("models/loras")
+DEFAULT_FILES = Path("models")
+DEFAULT_TOKENIZERS = Path("comfy")
+# As ComfyUI has them: two kinds have folders by an older name, too.
+FILE_FOLDERS = {
+    "checkpoints": ("checkpoints",),
+    "diffusion_models": ("unet", "diffusion_models"),
+    "text_encoders": ("text_encoders", "clip"),
+    "vae": ("vae",),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,6 +52,22 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help=f"a folder of LoRA files, may be given again (default: {DEFAULT_LORAS.as_posix()} if it exists)",
     )
+    parser.add_argument(
+        "--files-dir",
+        type=Path,
+        default=DEFAULT_FILES,
+        metavar="DIR",
+        help="ComfyUI's models folder, for models made of files: those in its checkpoints, diffusion_models, unet, "
+        f"text_encoders, clip and vae folders (default: {DEFAULT_FILES.as_posix()})",
+    )
+    parser.add_argument(
+        "--tokenizers",
+        type=Path,
+        action="append",
+        metavar="DIR",
+        help="a folder to look for the tokenizers of such models in, may be given again "
+        f"(default: {DEFAULT_TOKENIZERS.as_posix()}, where ComfyUI has them, if it exists)",
+    )
     add_memory_arguments(
         parser, "They are for Load nodes that say auto; a node that says anything else keeps its own budget."
     )
@@ -54,6 +79,8 @@ def _run(args: argparse.Namespace, terminal: Terminal) -> None:
     prompt = read_graph(args.graph)
     roots = _roots(args.models_dir, DEFAULT_MODELS, "models", "model folders")
     loras = _roots(args.loras, DEFAULT_LORAS, "loras", "LoRA files")
+    tokenizers = _roots(args.tokenizers, DEFAULT_TOKENIZERS, "tokenizers", "tokenizers")
+    files = {kind: [args.files_dir.absolute() / name for name in names] for kind, names in FILE_FOLDERS.items()}
     _check_output_dir(args.output_dir)
     budgets = {"device_memory": args.device_memory, "host_memory": args.host_memory}
 
@@ -65,7 +92,13 @@ def _run(args: argparse.Namespace, terminal: Terminal) -> None:
     for name, budget in budgets.items():
         check_budget(budget, name)
     with terminal.session() as session:
-        host = LocalHost(roots, listener=session.observer, budgets=budgets, folders={"loras": loras})
+        host = LocalHost(
+            roots,
+            listener=session.observer,
+            budgets=budgets,
+            folders={"loras": loras, **files},
+            tokenizers=tokenizers,
+        )
         runner = GraphRunner(
             host, output_dir=args.output_dir, input_dir=args.input_dir or args.graph.parent, cache="none"
         )

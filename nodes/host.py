@@ -54,6 +54,11 @@ class ComfyHost:
             return (Path(folder_paths.get_output_directory()),)
         return tuple(Path(path) for path in folder_paths.get_folder_paths(kind))
 
+    def tokenizer_folders(self) -> Sequence[Path]:
+        import comfy.model_management
+
+        return (Path(comfy.model_management.__file__).parent,)
+
     def devices(self) -> Sequence[str]:
         import comfy.model_management as mm
 

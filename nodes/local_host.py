@@ -33,7 +33,7 @@ class LocalHost:
 
     model_roots: where models are. listener: who follows all nodes of a run. budgets: what a graph's "auto" stands for,
     by the name of the setting (device_memory, host_memory). folders: those of a kind ("loras"); the runner adds its own
-    ("input", "output").
+    ("input", "output"). tokenizers: folders to look for tokenizers in.
     """
 
     def __init__(
@@ -44,12 +44,14 @@ class LocalHost:
         say: Callable[[str | None, str], None] | None = None,
         budgets: Mapping[str, str] | None = None,
         folders: Mapping[str, Sequence[Path]] | None = None,
+        tokenizers: Sequence[Path] = (),
     ) -> None:
         self._model_roots = tuple(model_roots)
         self._listener = listener or SilentObserver()
         self._say = say
         self._budgets = dict(budgets or {})
         self._folders = {kind: tuple(found) for kind, found in (folders or {}).items()}
+        self._tokenizers = tuple(tokenizers)
         self._runs = 0
         self._interrupt = threading.Event()
         self.memory: MemoryHost = NoMemoryHost()
@@ -59,6 +61,9 @@ class LocalHost:
 
     def folders(self, kind: str) -> Sequence[Path]:
         return self._folders.get(kind, ())
+
+    def tokenizer_folders(self) -> Sequence[Path]:
+        return self._tokenizers
 
     def use_folder(self, kind: str, folder: Path) -> None:
         """Makes `folder` the one of a kind."""

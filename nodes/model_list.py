@@ -1,37 +1,59 @@
-"""The models a person can choose: the diffusers folders below the host's roots, and the demo model of this pack."""
+"""The models a person can choose: the diffusers folders below the host's roots, the demo model of this pack, and
+checkpoints that hold a whole model."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from offload_core import demo
+from offload_core.checkpoint import show
 from offload_core.errors import ModelError
+
+if TYPE_CHECKING:
+    from offload_core.single_files import ModelFiles
 
 DEMO_MODEL = "phase-offload-demo"
 NO_MODEL = "no model found (run to see where to put one)"
+CHECKPOINTS = "checkpoints/"  # what names of single files begin with
 FRESH_S = 2.0  # ComfyUI asks for the list once for every node of a prompt
+
+Roots = Callable[[], Sequence[Path]]
 
 
 class ModelList:
-    """Names and folders of the models below some roots. Walks again when a root changed, or after two seconds."""
+    """Names and places of the models below some roots. Walks again when a root changed, or after two seconds.
 
-    def __init__(self, roots: Callable[[], Sequence[Path]]) -> None:
-        self._roots = roots
+    roots: where diffusers folders are. checkpoints: where single files are. Of those only the headers of new and
+    changed ones are read, and only those with a denoiser, an encoder and a VAE are listed, after all folders. A folder
+    goes before a file of the same name, so that graphs go on meaning what they meant.
+    """
+
+    def __init__(self, roots: Roots, checkpoints: Roots = tuple) -> None:
+        self._roots, self._checkpoint_roots = roots, checkpoints
+        self._files: ModelFiles | None = None  # made when it is asked for: it needs torch
         self._models: dict[str, Path] = {}
+        self._checkpoints: dict[str, Path] = {}
         self._seen: dict[Path, int] | None = None  # root -> time of its last change, at the last walk
         self._walked_s = 0.0
 
     def names(self) -> list[str]:
         """Names to choose from. Never empty."""
-        return list(self._all()) or [NO_MODEL]
+        return [*self.folders(), *self._single_files()] or [NO_MODEL]
+
+    def folders(self) -> dict[str, Path]:
+        """The diffusers folders by name, the demo model last."""
+        self._look()
+        ours = demo_model_folder()
+        return self._models if ours is None else {**self._models, DEMO_MODEL: self._models.get(DEMO_MODEL, ours)}
 
     def folder(self, name: str) -> Path:
-        """The folder of a model. Raises ModelError if the name isn't in the list."""
+        """The folder of a model. Raises ModelError if the name isn't that of a folder in the list."""
         from offload_core import model_list
 
-        models = self._all()
+        models = self.folders()
         if name in models:
             return models[name]
         roots = list(self._roots())
@@ -42,15 +64,44 @@ class ModelList:
             )
         return model_list.choose_model(name, roots)
 
-    def _all(self) -> dict[str, Path]:
+    def checkpoint(self, name: str) -> Path | None:
+        """The file that the name stands for, None if it is to be the name of a folder.
+
+        Raises ModelError for a name that begins as those of files do and isn't in the list.
+        """
         from offload_core import model_list
 
-        roots = {root: changed_ns(root) for root in self._roots()}
-        if roots != self._seen or time.monotonic() - self._walked_s > FRESH_S:
-            self._models = model_list.list_models(roots)
-            self._seen, self._walked_s = roots, time.monotonic()
-        ours = demo_model_folder()
-        return self._models if ours is None else {**self._models, DEMO_MODEL: self._models.get(DEMO_MODEL, ours)}
+        folders, files = self.folders(), self._single_files()
+        if name in folders or not name.startswith(CHECKPOINTS):
+            return None
+        if name in files:
+            return files[name]
+        near = model_list.near_names(name, (*folders, *files))
+        raise ModelError(
+            f"There is no checkpoint of a whole model called {show(name)}. "
+            + (f"Did you mean {near}? " if near else "")
+            + "Choose one from the list; a file that holds only a part of a model goes into Load Split Files."
+        )
+
+    def _single_files(self) -> dict[str, Path]:
+        self._look()
+        return {name: path for name, path in self._checkpoints.items() if name not in self._models}
+
+    def _look(self) -> None:
+        from offload_core import model_list
+
+        roots, below = tuple(self._roots()), tuple(self._checkpoint_roots())
+        changed = {root: changed_ns(root) for root in (*roots, *below)}
+        if changed == self._seen and time.monotonic() - self._walked_s <= FRESH_S:
+            return
+        self._models = model_list.list_models(roots)
+        if self._files is None:
+            from offload_core.single_files import ModelFiles
+
+            self._files = ModelFiles()
+        files = self._files.list(below)
+        self._checkpoints = {CHECKPOINTS + name: file.path for name, file in files.items() if file.is_whole}
+        self._seen, self._walked_s = changed, time.monotonic()
 
 
 def demo_model_folder() -> Path | None:

@@ -15,10 +15,11 @@ from offload_core.settings import OffloadSettings
 from offload_core.warm import WarmStore
 
 from .defaults import Defaults, is_auto
-from .file_list import FileList
+from .file_list import NONE, FileList
 from .followed import process_memory
 from .machine import MachineFigures
-from .model_list import ModelList
+from .model_list import DEMO_MODEL, ModelList
+from .model_parts import ModelPartFiles
 from .patcher import WarmCopies
 from .progress import NodeObserver
 from .record_files import EMBEDS_ENDING, LATENTS_ENDING, record_places
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     import torch
 
     from offload_core.model_source import ModelSource
+    from offload_core.single_files import SplitFiles
 
 REMEMBERED_PHASES = 100
 
@@ -39,7 +41,11 @@ class Host(Protocol):
         """Folders to look for diffusers models in, as they are set now."""
 
     def folders(self, kind: str) -> Sequence[Path]:
-        """The folders of a kind, as they are set now: "loras", "input" or "output"."""
+        """The folders of a kind, as they are set now: "loras", "input", "output", or one of files that models are made
+        of ("checkpoints", "diffusion_models", "text_encoders", "vae")."""
+
+    def tokenizer_folders(self) -> Sequence[Path]:
+        """Folders to look for the tokenizers of such models in."""
 
     def devices(self) -> Sequence[str]:
         """Devices a person may choose, "cpu" among them."""
@@ -101,11 +107,12 @@ class PackState:
         self.prompt_cache = PromptCache()
         self.warm = WarmStore()
         host.offer(self.warm)
-        self._models = ModelList(host.model_roots)
+        self._models = ModelList(host.model_roots, lambda: host.folders("checkpoints"))
+        self.files = ModelPartFiles(host)
         self.loras = FileList("LoRA", ".safetensors", lambda: [("", folder) for folder in host.folders("loras")])
         self.embeds = FileList("file of saved embeds", EMBEDS_ENDING, lambda: record_places(host))
         self.latents = FileList("file of saved latents", LATENTS_ENDING, lambda: record_places(host))
-        self._sources: dict[Path, ModelSource] = {}
+        self._sources: dict[Path | SplitFiles, ModelSource] = {}
 
     def choices(self, name: str) -> list[str]:
         """The values of a combo whose options only the running pack knows."""
@@ -115,12 +122,27 @@ class PackState:
             "loras": self.loras.names,
             "embeds": self.embeds.names,
             "latents": self.latents.names,
+            "config_folders": lambda: [NONE, *self._models.folders()],
+            **self.files.choices(),
         }
         return lists[name]()
 
+    def model(self, name: str) -> Path | SplitFiles:
+        """The folder of a model in the list, or the file that it is. Raises ModelError for any other name."""
+        from offload_core.single_files import SplitFiles
+
+        file = self._models.checkpoint(name)
+        return self._models.folder(name) if file is None else SplitFiles(file, tokenizers=self.tokenizer_places())
+
     def model_folder(self, name: str) -> Path:
-        """The folder of a model in the list. Raises ModelError for any other name."""
+        """The folder of a model in the list. Raises ModelError for any other name, that of a file too."""
         return self._models.folder(name)
+
+    def tokenizer_places(self) -> tuple[str, ...]:
+        """Where tokenizers of models made of files may be: what the host names, then the diffusers folders. Not the
+        demo model, whose tokenizers have the names of others and a vocabulary of their own."""
+        folders = [folder for name, folder in self._models.folders().items() if name != DEMO_MODEL]
+        return tuple(map(str, (*self.host.tokenizer_folders(), *folders)))
 
     def device(self, choice: str) -> str:
         """The device that a choice of the list stands for. Raises InputError for any other."""
@@ -148,19 +170,18 @@ class PackState:
             folder = str(cache_folder() / "prompts")
         return replace(settings, warm=warm or settings.warm or self.defaults.warm, prompt_cache_folder=folder)
 
-    def fingerprint(self, name: str) -> str:
+    def fingerprint(self, model: Path | SplitFiles) -> str:
         """Changes whenever a file of the model changes. Reads headers once, then only asks for sizes and times."""
         from offload_core import model_source
 
-        folder = self.model_folder(name)
-        source = self._sources.get(folder)
+        source = self._sources.get(model)
         if source is not None:
             try:
                 source.check_unchanged()
                 return source.fingerprint
             except OffloadError:
-                del self._sources[folder]
-        source = self._sources[folder] = model_source.resolve_model(folder)
+                del self._sources[model]
+        source = self._sources[model] = model_source.resolve_model(model)
         return source.fingerprint
 
     def remember(self, phases: Sequence[PhaseReport]) -> None:

@@ -569,7 +569,7 @@ def test_out_of_memory_makes_the_host_make_room(
 def test_state_holds_no_handle_and_no_tensor(runner: GraphRunner, models: Path) -> None:
     state = PackState(LocalHost([models]))
     handle = results_of(runner, graph_of("sd15", steps=1))["load"].values[0]
-    assert state.fingerprint("sd15") == handle.fingerprint
+    assert state.fingerprint(state.model("sd15")) == handle.fingerprint
     kept = weakref.ref(handle)
     runner.forget()
     del handle

@@ -13,6 +13,7 @@ from . import (
     encode_prompt,
     load,
     load_embeds,
+    load_files,
     load_latents,
     lora,
     plan_preview,
@@ -28,6 +29,7 @@ from . import (
 # In the order in which a host lists them.
 _MODULES = (
     load,
+    load_files,
     lora,
     settings,
     prompt_lines,

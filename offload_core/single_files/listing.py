@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +22,7 @@ SUFFIXES = (".safetensors", ".sft")
 MAX_DEPTH = 6
 MAX_FILES = 20_000
 
-_NAME = re.compile(rb'"([^"]+)" ?: ?\{')
+_AFTER_NAME = (b'":{', b'": {', b'" :{', b'" : {')  # in JSON, as writers space it
 
 
 @dataclass(frozen=True)
@@ -135,11 +134,9 @@ class _Glance(Mapping[str, TensorEntry]):
 
     def __init__(self, raw: bytes) -> None:
         self._raw = raw
-        if b'":{' in raw:  # as every writer in use has it; a split is several times as fast as a search
-            names = [before.rpartition(b'"')[2] for before in raw.split(b'":{')[:-1]]
-        else:
-            names = _NAME.findall(raw)
-        self._found = dict.fromkeys(names)
+        # Split, not searched by a pattern: that takes more than twice as long, and a list waits for all its files.
+        pieces = (piece for mark in _AFTER_NAME for piece in raw.split(mark)[:-1])
+        self._found = dict.fromkeys(piece.rpartition(b'"')[2] for piece in pieces)
 
     def __getitem__(self, name: str) -> TensorEntry:
         quoted = f'"{name}"'.encode()
