@@ -77,7 +77,7 @@ class Engine:
     ) -> Handle:
         settings = settings or OffloadSettings()
         self._note("load", model=str(model), device=device, dtype=dtype, settings=settings)
-        return Handle(Path(model).name, device, dtype, settings=settings)
+        return Handle(Path(str(model)).name, device, dtype, settings=settings)
 
     def foresee(self, *_: Any, **__: Any) -> None:
         raise TraceError("there is no model")

@@ -11,6 +11,7 @@ import pytest
 import fake_engine
 from offload_core.errors import InsufficientMemoryError
 from offload_core.settings import OffloadSettings
+from offload_core.single_files import SplitFiles
 from phase_offload_nodes.command import main
 
 
@@ -129,6 +130,28 @@ def test_loras_are_found_in_the_folders_given(
     assert "isn't in the list: 'given.safetensors'." in capsys.readouterr().err
     assert main(["run", "graph.json", "--output-dir", "out", "--loras", "gone"]) == 2
     assert "The loras folder gone isn't there" in capsys.readouterr().err
+
+
+def test_files_of_models_and_tokenizers_are_found_where_comfyui_has_them(
+    graph: Path, engine: fake_engine.Engine, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    for folder, name in (("models/unet", "usual"), ("mine/diffusion_models", "given")):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / f"{name}.safetensors").touch()
+    (tmp_path / "comfy").mkdir()
+    nodes = json.loads(graph.read_text())
+    files = {"denoiser": "usual.safetensors", "vae": "none"} | {f"encoder_{number}": "none" for number in (1, 2, 3)}
+    nodes["1"] = node("PhaseOffloadLoadFiles", **files, family="auto", dtype="auto", device="cpu")
+    graph.write_text(json.dumps(nodes))
+    assert main(["run", "graph.json", "--output-dir", "out", "--files-dir", "mine"]) == 2
+    assert "'usual.safetensors' isn't in the list: 'given.safetensors'." in capsys.readouterr().err
+    assert main(["run", "graph.json", "--output-dir", "out", "--tokenizers", "gone"]) == 2
+    assert "The tokenizers folder gone isn't there" in capsys.readouterr().err
+    assert main(["run", "graph.json", "--output-dir", "out"]) == 0
+    models = tmp_path / "models"
+    tokenizers = (tmp_path / "comfy", models / "diffusers" / "tiny")
+    used = SplitFiles(denoiser=models / "unet" / "usual.safetensors", tokenizers=tokenizers)
+    assert engine.calls[0][1]["model"] == str(used)
 
 
 def test_help_says_how_budgets_and_graph_combine(capsys: pytest.CaptureFixture[str]) -> None:
