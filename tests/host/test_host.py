@@ -98,11 +98,11 @@ def test_object_info_lists_every_node(server: Server) -> None:
         for kind in ("required", "optional"):
             for name, (_, options) in info[node]["input"].get(kind, {}).items():
                 assert options.get("tooltip"), f"{node}.{name} has no tooltip"
-    assert list(info[LOAD]["input"]["optional"]) == ["device_memory", "host_memory", "settings"]
+    assert list(info[LOAD]["input"]["optional"]) == ["device_memory", "host_memory", "warm", "settings"]
     assert info[LOAD]["output"] == ["PHASE_OFFLOAD_MODEL"]
     assert info[ENCODE]["output"] == ["PHASE_OFFLOAD_EMBEDS"]
     assert info[DENOISE]["output"] == ["LATENT"]
-    assert info[DECODE]["output"] == ["IMAGE"]
+    assert info[DECODE]["output"] == ["IMAGE", "AUDIO", "VIDEO"]
 
 
 def test_models_below_the_diffusers_folder_are_offered(server: Server) -> None:
