@@ -71,11 +71,15 @@ class ModelList:
         """
         from offload_core import model_list
 
-        folders, files = self.folders(), self._single_files()
-        if name in folders or not name.startswith(CHECKPOINTS):
+        if name in self.folders() or not name.startswith(CHECKPOINTS):
             return None
+        if name not in self._single_files():
+            self._seen = None  # it may have been saved a moment ago
+        folders, files = self.folders(), self._single_files()
         if name in files:
             return files[name]
+        if any(folder.startswith(CHECKPOINTS) for folder in folders):
+            return None
         near = model_list.near_names(name, (*folders, *files))
         raise ModelError(
             f"There is no checkpoint of a whole model called {show(name)}. "

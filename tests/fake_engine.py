@@ -29,6 +29,7 @@ class Handle:
     guidance_name: str | None = "guidance_scale"
     images_name: str | None = "num_images_per_prompt"
     settings: OffloadSettings = field(default_factory=OffloadSettings)
+    files: Any = None
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+import offload_core
 from node_graphs import Prompt, SpokenHost, call, graph_of, leave_out_plans, node, results_of
-from offload_core.errors import InputError, ModelError
+from offload_core.errors import InputError, ModelError, TraceError
 from offload_core.single_files import SplitFiles, listing, resolve
 from offload_core.single_files.template import folder_template
 from original_layout import checkpoint_parts, original_weights, split_files, write_file
@@ -170,6 +171,42 @@ def test_fingerprint_of_a_model_of_files_changes_with_any_of_them(runner: GraphR
     marks.append(fingerprint("PhaseOffloadLoadFiles", runner.state, graph["load"]["inputs"]))
     assert marks[0] == marks[1] and len(set(marks)) == 3
     assert marks[3].startswith("unusable: There is no denoiser")
+
+
+def test_plan_preview_looks_at_all_files_of_the_model(
+    runner: GraphRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their tokenizers and parts are no property of the checkpoint's path."""
+    write_file(tmp_path / "checkpoints" / "tiny.safetensors", checkpoint_parts("sd15"))
+    given = split_graph("checkpoints/tiny.safetensors", configs="sd15")["load"]["inputs"]
+    (handle,) = call(runner, "PhaseOffloadLoadFiles", **given)
+    asked: list[Any] = []
+
+    def foresee_job(model: Any, *_: Any, **__: Any) -> None:
+        asked.append(model)
+        raise TraceError("this test needs no plan")
+
+    monkeypatch.setitem(vars(offload_core), "foresee_job", foresee_job)
+    job = {"prompt": "", "steps": 1, "guidance": -1.0, "width": 0, "height": 0, "batch": 1}
+    with pytest.raises(TraceError, match="needs no plan"):
+        call(runner, "PhaseOffloadPlanPreview", model=handle, **job)
+    assert asked == [handle.files] and handle.files.configs == str(tmp_path / "diffusers" / "sd15")
+
+
+def test_saved_graph_with_a_folder_below_one_called_checkpoints_is_understood_as_before(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "tiny").symlink_to(tiny_model("sd15"), target_is_directory=True)
+    models = ModelList(lambda: [tmp_path])
+    assert models.checkpoint("checkpoints/tiny/") is None
+    assert models.folder("checkpoints/tiny/") == tmp_path / "checkpoints" / "tiny"
+
+
+def test_checkpoint_that_was_saved_a_moment_ago_can_be_chosen(tmp_path: Path) -> None:
+    (tmp_path / "below").mkdir()
+    models = ModelList(list, lambda: [tmp_path])
+    assert models.names() == ["phase-offload-demo"]
+    file = write_file(tmp_path / "below" / "new.safetensors", checkpoint_parts("sd15"))
+    assert models.checkpoint("checkpoints/below/new.safetensors") == file
 
 
 def test_tokenizers_are_looked_for_at_the_host_and_in_diffusers_folders_but_the_demo(tmp_path: Path) -> None:

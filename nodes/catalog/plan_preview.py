@@ -51,7 +51,7 @@ def plan_preview(
 
     options, notes = pipeline_options(model, steps=steps, guidance=guidance, width=width, height=height, batch=batch)
     found = offload_core.foresee_job(
-        model.model,
+        model.files or model.model,
         prompt or None,
         settings=replace(model.settings, execution_device=model.device),
         dtype=model.dtype,
