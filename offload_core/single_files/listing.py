@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,8 @@ SUFFIXES = (".safetensors", ".sft")
 MAX_DEPTH = 6
 MAX_FILES = 20_000
 
-_AFTER_NAME = (b'":{', b'": {', b'" :{', b'" : {')  # in JSON, as writers space it
+# With all of a tensor's entry: what it takes up needn't be searched for another name, which takes four times as long.
+_ENTRY = re.compile(rb'"([^"]+)" ?: ?\{[^}]*\}')
 
 
 @dataclass(frozen=True)
@@ -134,9 +136,7 @@ class _Glance(Mapping[str, TensorEntry]):
 
     def __init__(self, raw: bytes) -> None:
         self._raw = raw
-        # Split, not searched by a pattern: that takes more than twice as long, and a list waits for all its files.
-        pieces = (piece for mark in _AFTER_NAME for piece in raw.split(mark)[:-1])
-        self._found = dict.fromkeys(piece.rpartition(b'"')[2] for piece in pieces)
+        self._found = dict.fromkeys(_ENTRY.findall(raw))
 
     def __getitem__(self, name: str) -> TensorEntry:
         quoted = f'"{name}"'.encode()
