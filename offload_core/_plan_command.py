@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from . import _picture_files as files
 from ._console import Terminal
 from ._memory_options import memory_settings
-from ._model_options import add_file_arguments, chosen_model
+from ._model_options import add_file_arguments, add_weights_argument, chosen_model
 from .errors import BudgetError, InputError, TraceError
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--frames", type=int, metavar="N", help="frames of a video; default: the model's own")
     parser.add_argument("--device", default="auto", metavar="NAME", help="auto, cpu, cuda, cuda:1, ... (auto)")
     parser.add_argument("--dtype", default="auto", metavar="NAME", help="auto (the files' own), bfloat16, float32, ...")
+    add_weights_argument(parser)
     parser.add_argument("--hardware", metavar="NAME", help="plan for a known machine, e.g. rtx4060-8gb (--list)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the plan as JSON")
     parser.add_argument(
@@ -63,6 +64,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> None:
             args.negative_prompt,
             settings=settings,
             dtype=args.dtype,
+            weight_storage=args.weights,
             hardware=args.hardware,
             session=session,
             **_call(args),
@@ -88,11 +90,9 @@ def plan_first(
     from .plan_table import plan_line
 
     settings = replace(settings, execution_device=args.device, vae_tiling=args.tiling)
-    asked = {"seed": args.seed, **options}
+    asked = {"seed": args.seed, "dtype": args.dtype, "weight_storage": args.weights, **options}
     try:
-        found = offload_core.foresee_job(
-            model, args.prompt, negative, settings=settings, dtype=args.dtype, session=session, **asked
-        )
+        found = offload_core.foresee_job(model, args.prompt, negative, settings=settings, session=session, **asked)
     except TraceError as error:
         terminal.note(f"No plan: {error}")
         return None

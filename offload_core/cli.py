@@ -18,7 +18,7 @@ from . import __version__, demo
 from . import _picture_files as files
 from ._console import InterruptFlag, Terminal, quiet_libraries
 from ._memory_options import add_memory_arguments, add_preset_argument, memory_settings
-from ._model_options import add_file_arguments, chosen_model
+from ._model_options import add_file_arguments, add_weights_argument, chosen_model
 from .errors import InputError, InsufficientMemoryError, OffloadError
 
 #: Exit code -> what it means, as --help and the README list them.
@@ -100,6 +100,7 @@ def _generate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--frames", type=int, metavar="N", help="frames of a video; default: the model's own")
     parser.add_argument("--device", default="auto", metavar="NAME", help="auto, cpu, cuda, cuda:1, ... (auto)")
     parser.add_argument("--dtype", default="auto", metavar="NAME", help="auto (the files' own), bfloat16, float32, ...")
+    add_weights_argument(parser)
     parser.add_argument("--tiling", default="auto", choices=("auto", "on", "off"), help="decode in tiles (auto)")
     parser.add_argument(
         "--output",
@@ -131,7 +132,8 @@ def _generate(args: argparse.Namespace, terminal: Terminal) -> None:
         if args.prompt_cache is not None:
             settings = replace(settings, prompt_cache_folder=str(args.prompt_cache))
         model = chosen_model(args)
-        handle = offload_core.load(model, device=args.device, dtype=args.dtype, settings=settings)
+        how = {"dtype": args.dtype, "weight_storage": args.weights}
+        handle = offload_core.load(model, device=args.device, settings=settings, **how)
         video = handle.makes_video
         files.check_picture_file(args.output, video=video)
         options = _denoise_options(args, handle)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -72,6 +72,7 @@ def foresee_job(
     rates: Rates | None = None,
     session: Session | None = None,
     scheduler: str | None = None,
+    weight_storage: str = "as stored",
     **pipeline_kwargs: Any,
 ) -> Foresight:
     """What `encode`, `denoise` and `decode` with these arguments will take. No weight of the model is loaded.
@@ -79,8 +80,8 @@ def foresee_job(
     model: a folder as `load` takes it, or the name of a known model. loras: as `load` takes them, too. settings: its
     budgets are planned for. hardware: a known machine that is asked about in place of this one; budgets are then of its
     memory. rates: in place of those of the machine. session: whose observer may interrupt, and whose memory host's
-    memory is counted on. scheduler: as `denoise` takes it. pipeline_kwargs: of the pipeline's call, e.g. height, width,
-    num_inference_steps.
+    memory is counted on. scheduler: as `denoise` takes it. weight_storage: as `load` takes it.
+    pipeline_kwargs: of the pipeline's call, e.g. height, width, num_inference_steps.
 
     Raises ModelError and InputError as `load`, `encode` and `denoise` do, InputError for a machine that isn't known,
     TraceError for a model whose code can't be traced.
@@ -91,7 +92,8 @@ def foresee_job(
     limits = _limits_of(machine, settings) if machine else limits_here(settings, device, session)
     rates = rates or (rates_of(machine) if machine else measured_rates(device))
     learnt = None if machine else Learnt(device, rates)
-    with _opened(model, dtype, settings, loras) as (handle, source, defaults, title):
+    how: dict[str, Any] = {"dtype": dtype, "settings": settings, "weight_storage": weight_storage}
+    with _opened(model, loras, how) as (handle, source, defaults, title):
         from .phases import foresee, trace_cached_encode
 
         call = {**defaults, **pipeline_kwargs}
@@ -258,20 +260,21 @@ def _noted(
 
 @contextlib.contextmanager
 def _opened(
-    model: str | os.PathLike[str] | SplitFiles, dtype: str, settings: OffloadSettings, loras: Sequence[Any]
+    model: str | os.PathLike[str] | SplitFiles, loras: Sequence[Any], how: Mapping[str, Any]
 ) -> Iterator[tuple[Handle, ModelSource | None, dict[str, Any], str]]:
-    """A handle for tracing on the CPU. A folder goes before a known model of the same name."""
+    """A handle for tracing on the CPU. A folder goes before a known model of the same name. how: the other arguments of
+    `load`."""
     from .phases import Handle, as_loras, load
 
     named = isinstance(model, str | os.PathLike) and not os.path.isdir(model)
     known = known_model(str(model)) if named else None
     if known is None:
-        handle = load(model, device="cpu", dtype=dtype, settings=settings, loras=loras)
+        handle = load(model, device="cpu", loras=loras, **how)
         yield handle, None, {}, _name_of(handle.model)
         return
     with described_source(known) as source:
         yield (
-            Handle(str(source.root), source.fingerprint, known.pipeline, "cpu", dtype, settings, as_loras(loras)),
+            Handle(str(source.root), source.fingerprint, known.pipeline, "cpu", loras=as_loras(loras), **how),
             source,
             *_defaults(known),
         )

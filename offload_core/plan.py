@@ -65,7 +65,8 @@ class Rates:
 class ComponentJob:
     """What a phase does with one component. calls: (trace, how often). stored: bytes in the file per byte that runs.
     alone: whether other components of its class make room for it and it for them (Wan's experts). added_bytes: of the
-    LoRAs that it gets, which aren't in `parts` and stay on the device."""
+    LoRAs that it gets, which aren't in `parts` and stay on the device. unpacking_bytes: what unpacking an operator's
+    weights takes of the device; of the components of a phase the hungriest one's is kept for all."""
 
     name: str
     dtype: str
@@ -74,6 +75,7 @@ class ComponentJob:
     stored: float = 1.0
     alone: bool = False
     added_bytes: int = 0
+    unpacking_bytes: int = 0
 
     @property
     def weight_bytes(self) -> int:
@@ -245,6 +247,7 @@ def plan_job(phases: Iterable[Iterable[PhaseJob]], limits: Limits, rates: Rates)
 def smallest_budget(job: PhaseJob, limits: Limits) -> int:
     """The least device memory with which a phase works. By bisection: what works with some room works with more."""
     low, high = 0, sum(component.weight_bytes + 2 * limits.align for component in job.components)
+    high += max((component.unpacking_bytes for component in job.components), default=0)
     while low < high:
         middle = (low + high) // 2
         held = _Held(middle, limits)
@@ -318,7 +321,7 @@ class _Held:
 
     def __init__(self, room: int, limits: Limits, rates: Rates | None = None) -> None:
         self.room, self.limits, self.rates = room, limits, rates
-        self.ring = self.peak = 0
+        self.ring = self.peak = self._unpacking = 0
         self._forget()
 
     def _forget(self) -> None:
@@ -330,6 +333,7 @@ class _Held:
     def add(self, component: ComponentJob) -> StreamPlan:
         if component.alone:
             self._forget()
+        self._unpacking = max(self._unpacking, component.unpacking_bytes)
         for number, could_go in enumerate(self._could_go):
             while could_go and component.weight_bytes + self._ring_missing() > self._free():
                 self._kept -= could_go[-1].nbytes
@@ -372,7 +376,8 @@ class _Held:
         return self._fixed + self._kept
 
     def _free(self) -> int:
-        return self.room - self.weight_bytes - (self.ring + self.limits.align if self.ring else 0)
+        taken = self.weight_bytes + self._unpacking
+        return self.room - taken - (self.ring + self.limits.align if self.ring else 0)
 
 
 def _cheapest(

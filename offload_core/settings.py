@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from .errors import InputError
 from .limits import check_budget
 
+#: How a model's weights may be held: as its files have them, or packed to 8 bits on their way in (`phases.load`).
+WEIGHT_STORAGES = ("as stored", "fp8")
+
 
 @dataclass(frozen=True)
 class OffloadSettings:

@@ -18,6 +18,7 @@ import torch
 from .checkpoint import short_path
 from .errors import ModelError
 from .file_reader import FileRange
+from .packing import Packing, packed_shape, unpack
 
 How = Literal["as stored", "transposed", "identity"]
 
@@ -28,13 +29,15 @@ class StoredWeight:
 
     dtype: torch's name of the dtype it is stored in. shape: of the weight. pieces: byte ranges that make it one after
     the other, in memory order. how: "transposed", a matrix whose pieces hold the transpose, is read whole and turned
-    around (in RAM, so it is for small ones); "identity", a square matrix that no file holds, has no pieces.
+    around (in RAM, so it is for small ones); "identity", a square matrix that no file holds, has no pieces. packing:
+    how the bytes become values, of which `dtype` is then; None if the bytes are the values.
     """
 
     dtype: str
     shape: tuple[int, ...]
     pieces: tuple[FileRange, ...]
     how: How = "as stored"
+    packing: Packing | None = None
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -43,11 +46,14 @@ class StoredWeight:
 
     @property
     def nbytes(self) -> int:
+        """Bytes that it takes as it is stored."""
+        if self.packing is not None:
+            return sum(piece.nbytes for piece in self.pieces)
         return math.prod(self.shape) * self.torch_dtype.itemsize
 
 
 def read_stored(stored: StoredWeight) -> torch.Tensor:
-    """A small weight as a tensor of its own in RAM. Raises ModelError if a file is gone or too short."""
+    """A small weight as a tensor of its own in RAM, unpacked. Raises ModelError if a file is gone or too short."""
     if stored.how == "identity":
         return torch.eye(stored.shape[0], dtype=stored.torch_dtype)
     raw = bytearray()
@@ -62,7 +68,16 @@ def read_stored(stored: StoredWeight) -> torch.Tensor:
         if len(part) != piece.nbytes:
             raise ModelError(f"{short_path(piece.path)} was cut short after it was loaded. Load the model again.")
         raw += part
+    if stored.packing is not None:
+        packed = torch.frombuffer(raw, dtype=torch.uint8).view(packed_shape(stored.shape, len(raw)))
+        return unpack(stored.packing.kind, packed, read_scale(stored), stored.shape, stored.torch_dtype)
     flat = torch.frombuffer(raw, dtype=stored.torch_dtype)
     if stored.how == "transposed":
         return flat.view(*reversed(stored.shape)).t().contiguous()
     return flat.view(stored.shape)
+
+
+def read_scale(stored: StoredWeight) -> torch.Tensor | None:
+    """What a packed weight's values are multiplied by, as 1-D float32 in RAM; None for nothing."""
+    scale = stored.packing.scale if stored.packing is not None else None
+    return read_stored(scale).float().reshape(-1) if scale is not None else None

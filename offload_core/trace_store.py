@@ -80,7 +80,8 @@ class TraceStore:
 def asked_of(handle: Handle) -> list[Any]:
     """What of a model decides its traces."""
     loras = [[lora.fingerprint, lora.scale] for lora in handle.loras]
-    return [handle.fingerprint, handle.pipeline, handle.dtype, handle.settings.vae_tiling, loras]
+    storage = [handle.weight_storage] if handle.weight_storage != "as stored" else []
+    return [handle.fingerprint, handle.pipeline, handle.dtype, handle.settings.vae_tiling, loras, *storage]
 
 
 def asked_values(call: dict[str, Any]) -> Any:
@@ -147,7 +148,8 @@ def _key(asked: Any) -> str:
 def _own_code() -> str:
     """A mark of the code that makes traces and jobs."""
     root, mark = Path(__file__).parent, hashlib.sha256()
-    for file in sorted((root / "trace.py", root / "trace_blocks.py", Path(__file__), *root.glob("[kps]*/*.py"))):
+    alone = [root / f"{name}.py" for name in ("packing", "trace", "trace_blocks", "trace_store")]
+    for file in sorted((*alone, *root.glob("[kps]*/*.py"))):
         mark.update(file.read_bytes())
     return mark.hexdigest()
 

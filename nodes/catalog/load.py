@@ -48,6 +48,7 @@ def load(
     host_memory: str = "auto",
     warm: bool = False,
     settings: Any = None,
+    weight_storage: str = "as stored",
 ) -> NodeResult:
     """PhaseOffloadLoad: a handle of the chosen model. Reads configs and headers only."""
     handle = handle_of(
@@ -60,6 +61,7 @@ def load(
         host_memory=host_memory,
         warm=warm,
         settings=settings,
+        weight_storage=weight_storage,
     )
     call.observer.status(f"{model}: ready, nothing loaded yet")
     return NodeResult((handle,))

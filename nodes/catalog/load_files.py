@@ -99,6 +99,7 @@ def load_files(
     host_memory: str = "auto",
     warm: bool = False,
     settings: Any = None,
+    weight_storage: str = "as stored",
 ) -> NodeResult:
     """PhaseOffloadLoadFiles: a handle of the model that the chosen files are. Reads headers and configs only."""
     encoders = (encoder_1, encoder_2, encoder_3)
@@ -113,6 +114,7 @@ def load_files(
         host_memory=host_memory,
         warm=warm,
         settings=settings,
+        weight_storage=weight_storage,
     )
     names = ", ".join(dict.fromkeys(Path(path).name for _, path in files.named))
     call.observer.status(f"{names}: ready, nothing loaded yet")

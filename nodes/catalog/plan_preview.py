@@ -55,6 +55,7 @@ def plan_preview(
         prompt or None,
         settings=replace(model.settings, execution_device=model.device),
         dtype=model.dtype,
+        weight_storage=model.weight_storage,
         loras=model.loras,
         session=call.session,
         **options,

@@ -89,6 +89,8 @@ def encoder_mark(handle: Handle, part: ComponentSource, call: dict[str, Any]) ->
         "scales": to_plain(scales, "an argument of encode").key(),
         "code": _versions(),
     }
+    if handle.weight_storage != "as stored":
+        made_by["weights"] = handle.weight_storage
     return hashlib.sha256(json.dumps(made_by, sort_keys=True, default=repr).encode()).hexdigest()
 
 

@@ -18,10 +18,11 @@ from ..devices import RandomState
 from ..library_dtypes import parameter_dtypes, request_dtype
 from ..model_source import ComponentSource, component_class
 from ..stored_weight import StoredWeight, read_stored
-from ..streaming import Managed, OffloadScope, StreamPlan
+from ..streaming import Managed, OffloadScope, PartSize, StreamPlan, part_sizes
 from ._cold import cold_like, forget_method_caches, make_cold, real_tensors, scrub_attributes
 from ._ports import Gate, Port, RecordingPort, attach_gate, watch_parts
 from ._stored import bind_stored, promise_stored
+from ._weight_storage import packed_weights
 
 SMALL_STATE_BYTES = 2**20
 
@@ -57,12 +58,15 @@ class Memory(Protocol):
 class Component:
     """One module of the pipeline: its real class and config, and its weights only between `load` and `release`."""
 
-    def __init__(self, source: ComponentSource, dtype: torch.dtype, memory: Memory) -> None:
+    def __init__(
+        self, source: ComponentSource, dtype: torch.dtype, memory: Memory, weight_storage: str = "as stored"
+    ) -> None:
         self.source, self.dtype, self.memory = source, dtype, memory
         self.module = _skeleton(source, dtype, memory.device)
         self.dtypes = parameter_dtypes(self.module, source.library, names_of(self.module), dtype)
         self.stored = bind_stored(self.module, source) if source.stored is not None else None
         _take_weights(self.module, source, dtype, memory.device, self.stored)
+        self.packed = packed_weights(self.module, source, self.stored, weight_storage, self.dtypes)
         self.managed: Managed | None = None
         self.skip: tuple[str, ...] = ()
         self.recast: torch.dtype | None = None
@@ -133,6 +137,7 @@ class Component:
                 planned=self.memory.planned(self.source.name),
                 added_bytes=self.added_bytes,
                 stored=self._wanted(),
+                packings=self.packed.on_the_way_in,
             )
             if self.after_load is not None:
                 self.after_load(self.module)
@@ -169,9 +174,15 @@ class Component:
         """Takes the small state of a cold component, too: libraries tie modules into cycles that outlive a phase."""
         make_cold(self.module, self.source.name, self.memory.device, buffers=True)
 
+    def part_sizes(self) -> list[PartSize]:
+        """Its tensors as a plan sees them, in the form in which they are held."""
+        return part_sizes(self.module, self.packed.nbytes)
+
     @property
     def run_bytes(self) -> int:
-        """Bytes of all weights in the dtype they run in, whatever the file's."""
+        """Bytes of all weights in the form they are held in, whatever the file's."""
+        if self.packed:
+            return sum(size.nbytes for size in self.part_sizes())
         stored = getattr(torch, self.source.dtype or "float32").itemsize
         return self.source.weight_bytes * (self.recast or self.dtype).itemsize // stored
 

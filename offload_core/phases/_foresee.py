@@ -16,7 +16,7 @@ from ..estimate import estimated_trace, likely_result
 from ..model_source import ModelSource
 from ..plan import ComponentJob, PhaseJob
 from ..session import Session
-from ..streaming import PartSize, part_sizes
+from ..streaming import PartSize
 from ..trace import Trace, Tracer
 from ..trace_blocks import repeated_blocks
 from ._answers import Answers
@@ -213,7 +213,7 @@ class _Watch:
 
     def add_loras(self, phase: Phase, owned: Iterable[str]) -> None:
         """Traces these components with their LoRAs. They get them after their weights were placed, as in the phase."""
-        own = {name: tuple(part_sizes(phase.components[name].module)) for name in owned if phase.handle.loras}
+        own = {name: tuple(phase.components[name].part_sizes()) for name in owned if phase.handle.loras}
         self._added = trace_loras(phase, set(owned))
         self._own = {name: own[name] for name in self._added}
 
@@ -248,14 +248,19 @@ class _Watch:
     def _component_job(self, component: Component, calls: tuple[TracedCall, ...]) -> ComponentJob:
         name, source = component.source.name, component.source
         dtype = component.recast or component.dtype
-        stored = getattr(torch, source.dtype or "float32").itemsize / dtype.itemsize
+        parts = self._own.get(name) or tuple(component.part_sizes())
+        if component.packed:
+            stored = source.weight_bytes / max(sum(part.nbytes for part in component.part_sizes()), 1)
+        else:
+            stored = getattr(torch, source.dtype or "float32").itemsize / dtype.itemsize
         return ComponentJob(
             name,
             str(dtype).removeprefix("torch."),
-            self._own.get(name) or tuple(part_sizes(component.module)),
+            parts,
             tuple((call.trace, call.times) for call in calls if call.component == name),
             stored,
             added_bytes=self._added.get(name, 0),
+            unpacking_bytes=component.packed.unpacking_bytes,
         )
 
     def _add(self, component: str, name: str, trace: Trace) -> None:

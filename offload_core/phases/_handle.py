@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from ..devices import resolve_device, resolve_dtype
-from ..errors import ModelError
+from ..errors import InputError, ModelError
 from ..model_source import ComponentSource, ModelSource, resolve_model
-from ..settings import OffloadSettings, check_settings
+from ..settings import WEIGHT_STORAGES, OffloadSettings, check_settings
 from ..single_files.split_files import SplitFiles
 from ._blocks import blocks_make_video
 from ._loras import Lora, as_loras
@@ -26,7 +26,8 @@ class Handle:
 
     model: folder or file as given. pipeline: the class it runs as. fingerprint: of the model's configs and files when
     it was loaded; a phase refuses files that changed since. device and dtype: as asked ("auto" is decided where the
-    phase runs). loras: applied in this order. files: of a model that was given as `SplitFiles`.
+    phase runs). loras: applied in this order. files: of a model that was given as `SplitFiles`. weight_storage: as for
+    `load`.
     """
 
     model: str = field(repr=False)
@@ -37,6 +38,7 @@ class Handle:
     settings: OffloadSettings = field(default_factory=OffloadSettings, repr=False)
     loras: tuple[Lora, ...] = ()
     files: SplitFiles | None = field(default=None, repr=False)
+    weight_storage: str = "as stored"
 
     def source(self) -> ModelSource:
         """The model's files, checked again. Raises ModelError if they are gone or changed since `load`."""
@@ -125,12 +127,16 @@ def load(
     dtype: str | torch.dtype = "auto",
     settings: OffloadSettings | None = None,
     loras: Sequence[Any] = (),
+    weight_storage: str = "as stored",
 ) -> Handle:
     """A handle for `model`: a diffusers folder, a checkpoint file, or `SplitFiles`. Reads configs and safetensors
     headers, no weights.
 
     device: "auto", "cpu", "cuda:0", ...; dtype: "auto" (each component in its file's own), "float32", "bfloat16" or
     "float16", weights are cast on the way in; settings: how phases run; loras: paths of LoRA files, or (path, scale).
+    weight_storage: "as stored", or "fp8": large weights of denoisers and encoders are packed to 8 bits on their way in,
+    with a scale for each row, and unpacked where they are used. That halves what bfloat16 weights take on the device,
+    in RAM and on the link, and changes results a little.
 
     Raises ModelError if the model can't be used, InputError for a dtype, device or setting that isn't one, DeviceError
     for a device that isn't there.
@@ -140,6 +146,8 @@ def load(
     resolve_device(device)
     resolve_dtype(dtype)
     check_settings(settings)
+    if weight_storage not in WEIGHT_STORAGES:
+        raise InputError(f"weight_storage is {weight_storage!r}; use {' or '.join(map(repr, WEIGHT_STORAGES))}.")
     source = resolve_model(model)
     handle = Handle(
         model=str(source.root),
@@ -149,5 +157,6 @@ def load(
         dtype=str(dtype).removeprefix("torch."),
         settings=settings,
         files=None if isinstance(model, str | os.PathLike) else model.absolute(),
+        weight_storage=weight_storage,
     )
     return replace(handle, loras=as_loras(loras))

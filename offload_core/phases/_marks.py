@@ -25,6 +25,8 @@ def encoders_mark(handle: Handle, source: ModelSource, records: Iterable[str]) -
             digest.update(str(handle.dtype_of(part)).encode())
             for file in part.weight_files:
                 digest.update(content_mark(file).encode())
+    if handle.weight_storage != "as stored":
+        digest.update(handle.weight_storage.encode())
     digest.update(repr([(lora.fingerprint, lora.scale) for lora in handle.loras if lora.encodes]).encode())
     return digest.hexdigest()
 

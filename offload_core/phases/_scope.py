@@ -95,7 +95,7 @@ class Phase:
     def build(self, ports: dict[str, Port], owned: set[str]) -> None:
         for name, part in self.source.components.items():
             if part.has_weights:
-                component = Component(part, self.handle.dtype_of(part), self)
+                component = Component(part, self.handle.dtype_of(part), self, self.handle.weight_storage)
                 component.use(ports.get(name, RunPort()), owned=name in owned)
                 self.components[name] = component
                 if name in owned and not isinstance(component.gate.port, EncodeOnlyPort | CapturePort):

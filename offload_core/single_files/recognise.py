@@ -19,8 +19,6 @@ _NO_PICKLE = "Such a file can run code when it is opened, and never is. Use the 
 _PICKLES = (".ckpt", ".pt", ".pth", ".bin")
 _SCALES = (".scale_weight", ".weight_scale", ".scale_input", ".comfy_quant")
 _QUANTISED = {
-    "F8_E4M3": "fp8 (e4m3)",
-    "F8_E5M2": "fp8 (e5m2)",
     "F8_E4M3FNUZ": "fp8 (e4m3fnuz)",
     "F8_E5M2FNUZ": "fp8 (e5m2fnuz)",
     "F8_E8M0": "fp8 (e8m0)",
@@ -57,7 +55,7 @@ class FoundPart:
         return None
 
     def quantised(self) -> str | None:
-        """What its weights are packed as, in words, if they aren't plain floats."""
+        """What its weights are packed as, in words, if that is a kind that can't be unpacked."""
         below = [(name, entry) for name, entry in self.header.tensors.items() if name.startswith(self.prefix)]
         scaled = any(name.endswith(_SCALES) or name.endswith("scaled_fp8") for name, _ in below)
         if any("bitsandbytes" in name or name.endswith(".absmax") for name, _ in below):

@@ -184,8 +184,8 @@ def _with_weights(part: TemplatePart, found: FoundPart, notes: list[str]) -> Com
     packed = found.quantised()
     if packed:
         raise ModelError(
-            f"{show(found.path.name)} holds {found.layout.title} as {packed}, which can't be streamed from a file yet. "
-            "Use the bfloat16 or float16 file of the model."
+            f"{show(found.path.name)} holds {found.layout.title} as {packed}, which can't be unpacked. "
+            "Use the bfloat16, float16 or fp8 file of the model."
         )
     converted = convert(found.path, found.header, found.prefix, found.layout.rules(found.shapes))
     stored = _completed(part, converted.stored)

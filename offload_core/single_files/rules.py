@@ -7,17 +7,20 @@ order, or one whose halves change places. Nothing is read: the result says where
 from __future__ import annotations
 
 import functools
+import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from ..checkpoint import DTYPES, Header, TensorEntry, short_path, show
 from ..errors import ModelError
 from ..file_reader import FileRange
+from ..packing import Packing
 from ..stored_weight import StoredWeight
+from .packed_entries import PackedEntries
 
 _FIELDS = {"n": r"\d+", "m": r"\d+", "p": "weight|bias", "rest": ".+"}
 _FIELD = re.compile(r"\{(\w+)\}")
@@ -87,14 +90,15 @@ def convert(path: Path, header: Header, prefix: str, rules: Iterable[Rule]) -> C
         by_start["" if "{" in start else start].append((_pattern(rule.source), rule))
     stored: dict[str, StoredWeight] = {}
     unknown: list[str] = []
+    packed = PackedEntries(path, header, prefix)
     for full_name, entry in header.tensors.items():
-        if not full_name.startswith(prefix):
+        if not full_name.startswith(prefix) or full_name in packed.beside:
             continue
         name = full_name.removeprefix(prefix)
         for pattern, rule in (*by_start.get(name.split(".")[0], ()), *by_start.get("", ())):
             match = pattern.fullmatch(name)
             if match:
-                for target, weight in _apply(rule, full_name, entry, path, header.data_start):
+                for target, weight in _apply(rule, full_name, entry, path, header.data_start, packed):
                     stored[fill_in(target, match.groupdict())] = weight
                 break
         else:
@@ -115,13 +119,39 @@ def _pattern(template: str) -> re.Pattern[str]:
 
 
 def _apply(
-    rule: Rule, name: str, entry: TensorEntry, path: Path, data_start: int
+    rule: Rule, name: str, entry: TensorEntry, path: Path, data_start: int, packed: PackedEntries
 ) -> Iterable[tuple[str, StoredWeight]]:
     if rule.how == "dropped":
         return
-    dtype = DTYPES[entry.dtype][1]
-    if dtype is None:
-        raise ModelError(f"{show(name)} of {short_path(path)} is of the dtype {entry.dtype}, which torch doesn't have.")
+    if name not in packed:
+        dtype = DTYPES[entry.dtype][1]
+        if dtype is None:
+            what = f"{show(name)} of {short_path(path)} is of the dtype {entry.dtype}"
+            raise ModelError(f"{what}, which torch doesn't have.")
+        yield from _dealt(rule, name, entry, path, data_start, dtype)
+        return
+    if rule.how == "transposed":
+        raise ModelError(
+            f"{show(name)} of {short_path(path)} is packed and lies the wrong way round. Use another file."
+        )
+    scale = packed.scale_of(name)
+    scales = _scales(rule, *scale, path, data_start) if scale is not None else {}
+    for target, weight in _dealt(rule, name, entry, path, data_start, packed.dtype):
+        yield target, replace(weight, packing=Packing(packed.kind_of(name), scales.get(target)))
+
+
+def _scales(rule: Rule, name: str, entry: TensorEntry, path: Path, data_start: int) -> dict[str, StoredWeight]:
+    """The scale of each weight that a rule makes: dealt like the rows it is for, or the same for all."""
+    dtype = DTYPES[entry.dtype][1] or ""
+    if math.prod(entry.shape) > 1:
+        return dict(_dealt(rule, name, entry, path, data_start, dtype))
+    one = StoredWeight(dtype, entry.shape, (FileRange(path, data_start + entry.begin, entry.nbytes),))
+    return dict.fromkeys(rule.targets, one)
+
+
+def _dealt(
+    rule: Rule, name: str, entry: TensorEntry, path: Path, data_start: int, dtype: str
+) -> Iterable[tuple[str, StoredWeight]]:
     begin, shape = data_start + entry.begin, entry.shape
     if rule.how == "transposed":
         if len(shape) != 2:

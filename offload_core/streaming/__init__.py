@@ -5,7 +5,7 @@ from __future__ import annotations
 from ._enable import Offload, StreamReport, enable_offload, offload_of
 from ._homes import Homes, take_to_host
 from ._managed import Managed
-from ._parts import part_sizes
+from ._parts import operator_groups, part_sizes, unpacking_bytes
 from ._plan import PartSize, StreamPlan, WeightSize, largest_group, make_plan, plan_parts, spread
 from ._scope import OffloadScope
 from ._shape import Layout
@@ -40,10 +40,12 @@ __all__ = [
     "largest_group",
     "make_plan",
     "offload_of",
+    "operator_groups",
     "part_sizes",
     "plan_parts",
     "rest",
     "spread",
     "take_to_host",
+    "unpacking_bytes",
     "wake",
 ]

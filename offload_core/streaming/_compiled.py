@@ -96,7 +96,10 @@ class PlainWeights:
         streamed = [place for place in places if isinstance(place[2], StreamedWeight)]
         entries: list[Entry] = list(dict.fromkeys(weight._entry for _, _, weight in streamed))
         hot = hot_tensors(entries)
-        plain = {entry: nn.Parameter(tensor, requires_grad=False) for entry, tensor in hot.items()}
+        values = {weight._entry: weight for _, _, weight in streamed}
+        plain = {
+            entry: nn.Parameter(weight._value(hot[entry]), requires_grad=False) for entry, weight in values.items()
+        }
         self._away = streamed
         for owner, key, weight in streamed:
             owner._parameters[key] = plain[weight._entry]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -15,14 +16,16 @@ from ..errors import ManagedModuleError, OffloadError
 from ..file_backing import FileMapping, read_mappings
 from ..inventory import Item, take_inventory
 from ..ledger import Reservation
-from ..stored_weight import StoredWeight
+from ..packing import FLOAT8_ROWS, Packing, packed_row_bytes, packed_shape, rows_of
+from ..stored_weight import StoredWeight, read_scale
 from ._accelerator import link_bytes
 from ._compiled import compiled_blocks, install, uninstall
 from ._dtypes import shortest, through
 from ._guards import ApplyGuard, check_free
 from ._homes import Homes
-from ._masters import FileMaster, HostMaster, Master, stored_master
-from ._parts import Part, Place, group_of, is_recurrent, operator_groups
+from ._masters import FileMaster, HostMaster, Master, RowPacker, stored_master
+from ._packed_weight import Packed, PackedWeight
+from ._parts import Part, Place, group_of, is_recurrent, operator_groups, unpacking_bytes
 from ._plan import PartSize, StreamPlan, WeightSize, largest_group, plan_parts, spread
 from ._shape import Layout, as_bytes
 from ._streamed_class import StreamedClass
@@ -71,6 +74,7 @@ class Managed:
         homes: Homes | None = None,
         was_there: bool = False,
         stored: Mapping[str, StoredWeight] | None = None,
+        packings: Mapping[str, Packing] | None = None,
     ) -> None:
         """Takes `module` over. Nothing of it has changed if this raises.
 
@@ -80,7 +84,7 @@ class Managed:
         will be given on the execution device right after (LoRA): they are booked here, see `book_new`. homes: where
         its tensors were before, `release` takes them back there. was_there: what lies in RAM did so already when the
         budgets were measured, so that it needs no part of an "auto" one. stored: how cold weights are made from files,
-        by name.
+        by name. packings: weights that are packed on their way in, by name.
         """
         check_free(module, self.name)
         self._homes = homes
@@ -92,7 +96,7 @@ class Managed:
         inventory = take_inventory(module, found, stored=stored, mappings=lambda: mappings)
         self.attributes = inventory.attributes
         items = [item for item in inventory.items if not self._is_absent(item)]
-        rules = [_rule(item, f"{self.name}.{item.names[0]}") for item in items]
+        rules = [_rule(item, f"{self.name}.{item.names[0]}", packings or {}) for item in items]
         try:
             self.parts = [self._part(item, rule, dtype_of) for item, rule in zip(items, rules, strict=True)]
             blocks = compiled_blocks(module, self.name)
@@ -100,6 +104,12 @@ class Managed:
             widened = [part.item.nbytes for part in self.parts if part.is_widened]
             if widened:
                 self.scope.engine.prepare_casts(max(widened))
+            shapes = {
+                part.name: (part.layout.shape, part.layout.dtype)
+                for part in self.parts
+                if part.rule.rule == "packed" and part.layout is not None
+            }
+            self.scope.reserve_unpacking(unpacking_bytes(shapes, groups))
             small, large = self._split_and_plan(groups, planned, added_bytes)
             if added_bytes:
                 self._extra.append(self.scope.ledger.reserve("device", "adapters", added_bytes, self.name))
@@ -167,6 +177,12 @@ class Managed:
         ):
             part.untouched = True
             return part
+        if rule.rule == "packed":
+            stride = torch.empty(item.shape, device="meta").stride()
+            part.layout = Layout(target, torch.Size(item.shape), stride)
+            layout = Layout(torch.uint8, torch.Size(shape := _packed_shape(item)), (shape[1], 1))
+            part.entries.append(Entry(item.names, layout, None, self.scope.cache, owner=self.name))
+            return part
         layout = Layout.of(tensor).with_dtype(target)
         part.entries.append(Entry(item.names, layout, None, self.scope.cache, casts=casts, owner=self.name))
         return part
@@ -208,10 +224,16 @@ class Managed:
         return PartSize(sizes, part.nbytes, part.item.kind == "buffer" or not part.entries, part.is_norm)
 
     def _master(self, part: Part, entry: Entry, tensor: torch.Tensor) -> Master:
+        if part.rule.rule == "packed" and (part.item.stored is None or part.item.stored.packing is None):
+            source = self._source_master(part, entry, tensor)
+            return RowPacker(source, rows_of(part.item.shape), math.prod(part.item.shape[1:]))
+        return self._source_master(part, entry, tensor)
+
+    def _source_master(self, part: Part, entry: Entry, tensor: torch.Tensor) -> Master:
         item = part.item
         if item.stored is not None:
-            return stored_master(item.stored, self.scope.file)
-        if item.ranges and part.rule.rule == "plain":
+            return stored_master(item.stored, self.scope.file, self.scope.warm)
+        if item.ranges and part.rule.rule != "inner":
             where = item.ranges[0]
             return FileMaster(self.scope.file(where.path), where, item.dtype, self.scope.warm)
         if self._allowed_bytes is not None and tensor.device.type == "cpu":
@@ -264,7 +286,7 @@ class Managed:
             prefix = len(part.name) + 1
             inner = {entry.names[0][prefix:]: tensor for entry, tensor in zip(part.entries, hot, strict=True)}
             return part.rule.rebuild(part.shell, inner)  # type: ignore[arg-type]
-        tensor = hot[0]
+        tensor = hot[0] if part.rule.rule != "packed" else self._packed_weight(part)
         assert tensor is not None
         if part.item.kind == "buffer":
             return tensor
@@ -283,9 +305,21 @@ class Managed:
         if part.rule.rule == "inner":
             part.replacement = StreamedClass.make(part.shell, part.rule, part.entries, part.name, self.scope.device)
         else:
-            weight = StreamedWeight(part.entries[0], self.scope.device)
+            packed = part.rule.rule == "packed"
+            weight = self._packed_weight(part) if packed else StreamedWeight(part.entries[0], self.scope.device)
             wants_grad = self._keep_grad and part.item.tensor.requires_grad
             part.replacement = nn.Parameter(weight, requires_grad=wants_grad)
+
+    def _packed_weight(self, part: Part) -> PackedWeight:
+        stored, scale = part.item.stored, None
+        packing = stored.packing if stored is not None else None
+        if stored is not None and packing is not None and packing.scale is not None:
+            scale = read_scale(stored)
+            assert scale is not None
+            scale = scale.to(self.scope.device)
+        assert part.layout is not None
+        form = Packed(packing.kind if packing is not None else FLOAT8_ROWS, scale, part.layout)
+        return PackedWeight.make(part.entries[0], form, self.scope.device)
 
     def plan_host(self, parts: list[Part]) -> None:
         """Which streamed weights stay in pinned memory, spread evenly; the others are read anew each time."""
@@ -338,6 +372,10 @@ class Managed:
             for key, tensor in tensors.items()
             if tensor is not None and tensor.is_floating_point()
         ]
+        for _, _, tensor, _ in found:
+            if isinstance(tensor, PackedWeight):
+                tensor.recast(dtype)
+        found = [each for each in found if not isinstance(each[2], PackedWeight)]
         streamed = {tensor._entry: None for _, _, tensor, _ in found if isinstance(tensor, StreamedWeight)}
         sizes = [
             WeightSize(entry.names[0], entry.layout.with_dtype(dtype).nbytes, entry.group)
@@ -422,10 +460,11 @@ class Managed:
             if part.plain:
                 self._keep_plain_edits(part)
                 part.plain = False
-                wants_grad = part.replacement.requires_grad
-                part.replacement = nn.Parameter(StreamedWeight(entry, self.scope.device), requires_grad=wants_grad)
-                for place in part.places:
-                    place.put(part.replacement)
+                if part.rule.rule != "packed":
+                    wants_grad = part.replacement.requires_grad
+                    part.replacement = nn.Parameter(StreamedWeight(entry, self.scope.device), requires_grad=wants_grad)
+                    for place in part.places:
+                        place.put(part.replacement)
                 self.scope.cache.order.expect([entry])
             self.scope.cache.stream(entry)
         return gone
@@ -436,7 +475,8 @@ class Managed:
             self.scope.cache.cool(entry for part in self.parts if not part.plain for entry in part.entries)
 
     def _could_stream(self, part: Part) -> bool:
-        is_weight = part.item.kind == "parameter" and part.rule.rule == "plain" and len(part.entries) == 1
+        streams = part.rule.rule in ("plain", "packed")
+        is_weight = part.item.kind == "parameter" and streams and len(part.entries) == 1
         return is_weight and part.nbytes >= max(self.scope.settings.resident_below, 1)
 
     def new_bytes(self, module: nn.Module) -> int:
@@ -579,10 +619,19 @@ class Managed:
             self._allowed_bytes = 0
 
 
-def _rule(item: Item, name: str) -> TensorClass:
+def _rule(item: Item, name: str, packings: Mapping[str, Packing]) -> TensorClass:
+    if any(each in packings for each in item.names) or (item.stored is not None and item.stored.packing is not None):
+        return TensorClass("packed", "packed", "fewer bytes than it is computed with")
     if item.stored is not None:
         return TensorClass("StoredWeight", "plain", "dense bytes in files")
     return classify(item.tensor, name)
+
+
+def _packed_shape(item: Item) -> tuple[int, int]:
+    """(rows, bytes of a row) of a weight as it is packed."""
+    if item.stored is not None and item.stored.packing is not None:
+        return packed_shape(item.shape, item.stored.nbytes)
+    return rows_of(item.shape), packed_row_bytes(math.prod(item.shape[1:]))
 
 
 def _mapped_files(mappings: list[FileMapping] | None) -> list[Path]:

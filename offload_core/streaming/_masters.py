@@ -10,6 +10,7 @@ import torch
 
 from ..file_reader import FileRange, ReadBuffer, WeightFile
 from ..ledger import Reservation
+from ..packing import pack_rows, packed_row_bytes
 from ..stored_weight import StoredWeight
 from ..warm import WarmKey, WarmUse, content_sum
 from ._shape import as_bytes, normal_mode
@@ -174,10 +175,48 @@ class MadeMaster:
         """The file is shared; whoever opened it closes it."""
 
 
-def stored_master(stored: StoredWeight, open_file: Callable[[Path], WeightFile]) -> Master:
-    """The master of a weight that is made from files; `open_file` gives the reader of each."""
-    dtype = stored.torch_dtype
-    pieces = [FileMaster(open_file(piece.path), piece, dtype) for piece in stored.pieces]
+class RowPacker:
+    """Another master's matrix as packed rows (`packing.FLOAT8_ROWS`), made anew each time it is read.
+
+    width: of a row, in elements. Rows are packed as they come, so that no whole weight is in RAM beside them.
+    """
+
+    def __init__(self, source: Master, rows: int, width: int) -> None:
+        self._source, self._width = source, width
+        self.dtype, self.nbytes, self.in_file = torch.uint8, rows * packed_row_bytes(width), source.in_file
+
+    def read_into(self, dest: torch.Tensor, buffer: ReadBuffer, stop: Stop | None = None) -> None:
+        for position, packed in self.chunks(buffer, stop):
+            dest[position : position + packed.numel()].copy_(packed)
+
+    def chunks(self, buffer: ReadBuffer, stop: Stop | None = None) -> Iterator[tuple[int, torch.Tensor]]:
+        row_bytes, position = self._width * self._source.dtype.itemsize, 0
+        rest = torch.empty(0, dtype=torch.uint8)  # of a row that goes on in the next chunk
+        for _, chunk in self._source.chunks(buffer, stop):
+            with normal_mode():
+                joined = torch.cat([rest, chunk]) if rest.numel() else chunk
+                whole = joined.numel() // row_bytes * row_bytes
+                packed = pack_rows(joined[:whole].clone().view(self._source.dtype).view(-1, self._width))
+                rest = joined[whole:].clone()
+            yield position, packed.view(-1)
+            position += packed.numel()
+
+    def rows(self, dest: torch.Tensor, row_bytes: int, rows: Sequence[int], buffer: ReadBuffer) -> None:
+        size = self._width * self._source.dtype.itemsize
+        with normal_mode():
+            raw = torch.empty(len(rows) * size, dtype=torch.uint8)
+            self._source.rows(raw, size, rows, buffer)
+            dest.copy_(pack_rows(raw.view(self._source.dtype).view(len(rows), self._width)).view(-1))
+
+    def close(self) -> None:
+        self._source.close()
+
+
+def stored_master(stored: StoredWeight, open_file: Callable[[Path], WeightFile], warm: WarmUse | None = None) -> Master:
+    """The master of a weight that is made from files: of its packed bytes, if it is packed. open_file: gives the reader
+    of each file. warm: where copies of their bytes are kept."""
+    dtype = stored.torch_dtype if stored.packing is None else torch.uint8
+    pieces = [FileMaster(open_file(piece.path), piece, dtype, warm) for piece in stored.pieces]
     if not pieces:
         return MadeMaster(stored, None)
     whole: Master = pieces[0] if len(pieces) == 1 else PiecesMaster(pieces, dtype)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import nn
 
 from ..inventory import Item
 from ..ledger import Reservation
+from ..packing import unpack_bytes
 from ._plan import PartSize, WeightSize
 from ._shape import Layout
 from ._tensor_classes import TensorClass
@@ -92,8 +94,10 @@ class Part:
 
     @property
     def is_lookup(self) -> bool:
-        """Whether it is a plain table that only embeddings use."""
-        return self.rule.rule == "plain" and all(isinstance(place.owner(), nn.Embedding) for place in self.places)
+        """Whether it is a table of rows that only embeddings use."""
+        return self.rule.rule in ("plain", "packed") and all(
+            isinstance(place.owner(), nn.Embedding) for place in self.places
+        )
 
 
 def is_norm(owner: Any) -> bool:
@@ -101,26 +105,40 @@ def is_norm(owner: Any) -> bool:
     return any(word in type(owner).__name__ for word in _NORMS)
 
 
-def part_sizes(module: nn.Module) -> list[PartSize]:
-    """The tensors of a module of plain weights (cold ones will do) as a plan sees them, in their order there."""
+def part_sizes(module: nn.Module, packed: Mapping[str, int] | None = None) -> list[PartSize]:
+    """The tensors of a module of plain weights (cold ones will do) as a plan sees them, in their order there.
+    packed: by name, the bytes of those that will be packed."""
     groups = operator_groups(module, ())
     owners: dict[int, list[nn.Module]] = {}
+    packed_bytes: dict[int, int] = {}
     named: dict[int, tuple[str, torch.Tensor, bool]] = {}
     for path, owner in module.named_modules():
         for tensors, is_buffer in ((owner._parameters, False), (owner._buffers, True)):
             for key, tensor in tensors.items():
                 if tensor is not None:
-                    named.setdefault(id(tensor), (f"{path}.{key}" if path else key, tensor, is_buffer))
+                    name = f"{path}.{key}" if path else key
+                    named.setdefault(id(tensor), (name, tensor, is_buffer))
+                    if packed and name in packed:
+                        packed_bytes[id(tensor)] = packed[name]
                     owners.setdefault(id(tensor), []).append(owner)
     parts = []
     for identity, (name, tensor, is_buffer) in named.items():
         mine = owners[identity]
         stays = is_buffer or any(isinstance(owner, nn.RNNBase) for owner in mine)
         lookup = all(isinstance(owner, nn.Embedding) for owner in mine)
-        nbytes = tensor.numel() * tensor.dtype.itemsize
+        nbytes = packed_bytes.get(identity, tensor.numel() * tensor.dtype.itemsize)
         size = WeightSize(name, nbytes, group_of(name, groups), lookup)
         parts.append(PartSize((size,), nbytes, stays, all(is_norm(owner) for owner in mine)))
     return parts
+
+
+def unpacking_bytes(shapes: Mapping[str, tuple[Sequence[int], torch.dtype]], groups: dict[str, str]) -> int:
+    """What unpacking the hungriest operator's weights takes of the device for a moment. shapes: of packed weights and
+    the dtype of their values, by name."""
+    together: Counter[str] = Counter()
+    for name, (shape, dtype) in shapes.items():
+        together[group_of(name, groups)] += unpack_bytes(shape, dtype)
+    return max(together.values(), default=0)
 
 
 def group_of(name: str, groups: dict[str, str]) -> str:

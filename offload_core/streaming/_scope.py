@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ..file_reader import FileIdentity, ReadBuffer, WeightFile
-from ..ledger import Ledger
+from ..ledger import Ledger, Reservation
 from ..limits import (
     Machine,
     Memory,
@@ -24,6 +24,7 @@ from ..limits import (
     parse_limit,
 )
 from ..memory_host import Pins
+from ..packing import Packing
 from ..settings import OffloadSettings, check_settings
 from ..stored_weight import StoredWeight
 from ..warm import WarmStore
@@ -67,6 +68,7 @@ class OffloadScope:
         self.activation_bytes = activation_reserve(settings.activation_memory, total)
         self.warm = warm.use(self.ledger.spare_host_bytes) if warm is not None and settings.warm else None
         self._reserve = self.ledger.reserve("device", "activations", self.activation_bytes)
+        self._unpacking: Reservation | None = None
         chunk = min(_LARGEST_CHUNK, max(_SMALLEST_CHUNK, total // 128 // 4096 * 4096))
         self._buffers = [ReadBuffer(chunk) for _ in range(1 + max(settings.read_threads, 0))]
         self._staging = self.ledger.reserve("host", "staging", self.staging_bytes)
@@ -93,6 +95,7 @@ class OffloadScope:
         homes: Homes | None = None,
         was_there: bool = False,
         stored: Mapping[str, StoredWeight] | None = None,
+        packings: Mapping[str, Packing] | None = None,
     ) -> Managed:
         """Takes a module under offload; see `Managed.attach` for the arguments.
 
@@ -111,6 +114,7 @@ class OffloadScope:
             homes=homes,
             was_there=was_there,
             stored=stored,
+            packings=packings,
         )
         self._managed.append(weakref.ref(managed))
         return managed
@@ -135,6 +139,18 @@ class OffloadScope:
                 pass
         if nbytes + self._ring_missing() > self.available():
             self.cache.empty_ring()
+
+    def reserve_unpacking(self, nbytes: int) -> None:
+        """Keeps memory in which weights are unpacked while an operator uses them; modules run one after another, so the
+        hungriest one's is enough. Raises BudgetError."""
+        there = self._unpacking.nbytes if self._unpacking is not None else 0
+        if nbytes <= there:
+            return
+        if self._unpacking is not None:
+            self._unpacking.release()
+            self._unpacking = None
+        self.make_room(nbytes)
+        self._unpacking = self.ledger.reserve("device", "unpacking", nbytes)
 
     def _ring_missing(self) -> int:
         """Bytes of a ring for the attached modules that isn't there yet."""
@@ -201,6 +217,8 @@ class OffloadScope:
             file.close()
         self._files.clear()
         self._staging.release()
+        if self._unpacking is not None:
+            self._unpacking.release()
         self._reserve.release()
         return held
 

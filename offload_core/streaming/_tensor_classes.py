@@ -55,7 +55,7 @@ class TensorClass:
     """
 
     name: str
-    rule: Literal["plain", "inner", "resident"]
+    rule: Literal["plain", "packed", "inner", "resident"]
     reason: str
     take_apart: Callable[[torch.Tensor], dict[str, torch.Tensor]] | None = None
     rebuild: Callable[[Shell, Mapping[str, torch.Tensor]], torch.Tensor] | None = None

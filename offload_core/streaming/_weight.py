@@ -130,8 +130,8 @@ class StreamedWeight(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, entry: Entry, device: torch.device) -> StreamedWeight:
-        layout = entry.layout
+    def __new__(cls, entry: Entry, device: torch.device, layout: Layout | None = None) -> StreamedWeight:
+        layout = layout or entry.layout
         with normal_mode():
             weight: StreamedWeight = torch.Tensor._make_wrapper_subclass(
                 cls,
@@ -153,20 +153,24 @@ class StreamedWeight(torch.Tensor):
         if special is not None:
             return special(func, args, kwargs or {})
         if kwargs or func._schema.is_mutable:
-            return _run(func, args, kwargs or {})
+            return run(func, args, kwargs or {})
         call, missing = list(args), -1
         for index, value in enumerate(args):
             if isinstance(value, StreamedWeight):
                 call[index] = value._entry.fast
                 if call[index] is None:
                     if missing >= 0:
-                        return _run(func, args, {})
+                        return run(func, args, {})
                     missing = index
             elif type(value) is list:
-                return _run(func, args, {})
+                return run(func, args, {})
         if missing >= 0:  # one weight that isn't resident: no others have to be acquired with it
             call[missing] = args[missing]._entry.hot_tensor()
         return func(*call)
+
+    def _value(self, hot: torch.Tensor) -> torch.Tensor:
+        """What an operator gets, made of the hot copy."""
+        return hot
 
     # --- what dispatch doesn't see -------------------------------------------------------------------------------
 
@@ -243,7 +247,7 @@ def is_cold(tensor: object) -> bool:
 # --- operators ---------------------------------------------------------------------------------------------------
 
 
-def _run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Runs an operator on the hot tensors of its weights, all of them acquired together."""
     written = _written(func, args, kwargs) if func._schema.is_mutable else []
     if written:
@@ -283,7 +287,7 @@ def _entries(values: Sequence[Any]) -> list[Entry]:
 
 def _swap_one(value: Any, hot: dict[Entry, torch.Tensor]) -> Any:
     if isinstance(value, StreamedWeight):
-        return hot[value._entry]
+        return value._value(hot[value._entry])
     if isinstance(value, list | tuple):
         return type(value)(_swap(value, hot))
     return value
@@ -377,7 +381,7 @@ def _as_strided(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     offset = args[3] if len(args) > 3 else kwargs.get("storage_offset")
     if offset is not None and isinstance(weight, StreamedWeight):
         args = (weight, args[1], args[2], offset - weight._entry.layout.offset)
-    return _run(func, args, {})
+    return run(func, args, {})
 
 
 def _embedding(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -387,7 +391,7 @@ def _embedding(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         rows = _gather(weight._entry, indices)
         if rows is not None:
             return rows
-    return _run(func, args, kwargs)
+    return run(func, args, kwargs)
 
 
 def _index_select(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -396,7 +400,7 @@ def _index_select(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any
         rows = _gather(weight._entry, indices)
         if rows is not None:
             return rows
-    return _run(func, args, kwargs)
+    return run(func, args, kwargs)
 
 
 def _gather(entry: Entry, indices: torch.Tensor) -> torch.Tensor | None:
