@@ -260,7 +260,9 @@ def smallest_budget(job: PhaseJob, limits: Limits) -> int:
     return activations_on(job.activation_bytes, limits, job.correction.activations) + high
 
 
-def _place(component: ComponentJob, room: int, limits: Limits, ring: int, others: int) -> tuple[StreamPlan, list[bool]]:
+def _place(
+    component: ComponentJob, added: int, room: int, limits: Limits, ring: int, others: int
+) -> tuple[StreamPlan, list[bool]]:
     def ahead(sizes: Any) -> bool:
         return limits.read_threads > 0 and any(size.nbytes > INLINE_BYTES for size in sizes)
 
@@ -268,7 +270,7 @@ def _place(component: ComponentJob, room: int, limits: Limits, ring: int, others
         component.parts,
         resident_below=limits.resident_below,
         ahead=ahead,
-        added_bytes=component.added_bytes,
+        added_bytes=added,
         available=room,
         ring_there=ring,
         ring_for_others=others,
@@ -321,11 +323,12 @@ class _Held:
 
     def __init__(self, room: int, limits: Limits, rates: Rates | None = None) -> None:
         self.room, self.limits, self.rates = room, limits, rates
-        self.ring = self.peak = self._unpacking = 0
+        self.ring = self.peak = 0
+        self._unpacking = 0  # bytes in which weights are unpacked; all components use the same
         self._forget()
 
     def _forget(self) -> None:
-        self._fixed = self._kept = 0  # bytes that stay, and of resident weights that could be streamed
+        self._fixed, self._kept = self._unpacking, 0  # bytes that stay, and of resident weights that could be streamed
         self._could_go: list[list[WeightSize]] = []  # these by component, the largest last
         self._groups: Counter[tuple[int, str]] = Counter()  # streamed bytes of what operators need together
         self._largest = 0
@@ -333,14 +336,16 @@ class _Held:
     def add(self, component: ComponentJob) -> StreamPlan:
         if component.alone:
             self._forget()
+        added = component.added_bytes + max(component.unpacking_bytes - self._unpacking, 0)
+        wanted = component.weight_bytes - component.added_bytes + added
         self._unpacking = max(self._unpacking, component.unpacking_bytes)
         for number, could_go in enumerate(self._could_go):
-            while could_go and component.weight_bytes + self._ring_missing() > self._free():
+            while could_go and wanted + self._ring_missing() > self._free():
                 self._kept -= could_go[-1].nbytes
                 self._stream(number, could_go.pop())
-        if component.weight_bytes + self._ring_missing() > self._free():
+        if wanted + self._ring_missing() > self._free():
             self.ring = 0
-        weights, small = _place(component, self._free(), self.limits, self.ring, self._largest)
+        weights, small = _place(component, added, self._free(), self.limits, self.ring, self._largest)
         limit = self.limits.resident_limit
         if self.rates is not None and weights.ring_bytes and component.times > 1 and limit is None:
             weights = _cheapest(component, weights, small, self.limits, self.rates, self._largest)
@@ -376,8 +381,7 @@ class _Held:
         return self._fixed + self._kept
 
     def _free(self) -> int:
-        taken = self.weight_bytes + self._unpacking
-        return self.room - taken - (self.ring + self.limits.align if self.ring else 0)
+        return self.room - self.weight_bytes - (self.ring + self.limits.align if self.ring else 0)
 
 
 def _cheapest(

@@ -303,15 +303,13 @@ def test_other_files_are_called_what_they_are(names: tuple[str, ...], says: str,
     assert says in refusal(tmp_path / "x.safetensors")
 
 
-def test_packed_weights_are_refused_by_what_they_are(tmp_path: Path) -> None:
-    folder = tiny_model("sd15")
+@pytest.mark.parametrize(("dtype", "says"), [(torch.int8, "whole numbers (I8)"), (torch.float8_e4m3fnuz, "fnuz")])
+def test_weights_of_other_formats_are_refused_by_what_they_are(dtype: Any, says: str, tmp_path: Path) -> None:
     parts = checkpoint_parts("sd15")
-    unet = {name: tensor.to(torch.float8_e4m3fn) for name, tensor in parts["model.diffusion_model."].items()}
-    file = write_file(tmp_path / "fp8.safetensors", {**parts, "model.diffusion_model.": unet})
-    assert "as fp8 (e4m3)" in refusal(SplitFiles(checkpoint=file, configs=folder))
-    scaled = {**unet, "input_blocks.0.0.scale_weight": torch.ones(1)}
-    file = write_file(tmp_path / "scaled.safetensors", {**parts, "model.diffusion_model.": scaled})
-    assert "as scaled fp8 (e4m3)" in refusal(SplitFiles(checkpoint=file, configs=folder))
+    unet = {name: tensor.to(dtype) for name, tensor in parts["model.diffusion_model."].items()}
+    file = write_file(tmp_path / "packed.safetensors", {**parts, "model.diffusion_model.": unet})
+    message = refusal(SplitFiles(checkpoint=file, configs=tiny_model("sd15")))
+    assert says in message and "can't be unpacked" in message
 
 
 def test_damaged_and_foreign_files_are_refused_alike_on_every_route(tmp_path: Path) -> None:

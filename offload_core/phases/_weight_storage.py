@@ -16,12 +16,10 @@ from ..stored_weight import StoredWeight
 from ..streaming import operator_groups, unpacking_bytes
 from ._roles import Role, role_of
 
-# Layers that lose most by fewer bits: embeddings of patches, positions and time, modulation, the first and the last
-# one. Those that diffusers leaves alone in its 8-bit layerwise casting are added (`_skip_layerwise_casting_patterns`).
-_FINE = (
-    r"embed|norm|modulation|adaln|lm_head|shared"
-    r"|^(x_embedder|img_in|txt_in|proj_in|proj_out|conv_in|conv_out|final_layer|head|linear_out|shared_head)(\.|$)"
-)
+# Layers that lose most by fewer bits: embeddings of patches, positions and time, the first and the last one. Those that
+# diffusers leaves alone in its 8-bit layerwise casting are added (`_skip_layerwise_casting_patterns`), but for "norm":
+# norms have no matrices, and the modulation that it means is a quarter of FLUX, and bears 8 bits with scales.
+_FINE = r"embed|lm_head|norm_out|^(img_in|txt_in|proj_in|proj_out|conv_in|conv_out|final_layer|head)(\.|$)"
 _LARGE = 1 << 16  # elements
 _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
@@ -57,13 +55,19 @@ def packed_weights(
                 shape = named[name].shape
                 on_the_way_in[name] = Packing(FLOAT8_ROWS)
                 nbytes[name] = rows_of(shape) * packed_row_bytes(math.prod(shape[1:]))
-    shapes = {name: (tuple(named[name].shape), dtypes.get(name, named[name].dtype)) for name in nbytes if name in named}
+    rows_only = _looked_up(module)
+    shapes = {
+        name: (tuple(named[name].shape), dtypes.get(name, named[name].dtype))
+        for name in nbytes
+        if name in named and id(named[name]) not in rows_only
+    }
     return PackedWeights(nbytes, on_the_way_in, unpacking_bytes(shapes, operator_groups(module, ())))
 
 
 def _coarse(module: nn.Module) -> list[str]:
     """Names of the weights of large layers that bear fewer bits."""
     spared = [_FINE, *(getattr(module, "_skip_layerwise_casting_patterns", None) or ())]
+    spared = [pattern for pattern in spared if pattern != "norm"]
     spared += [re.escape(name) for name in getattr(module, "_keep_in_fp32_modules", None) or ()]
     fine = re.compile("|".join(f"(?:{each})" for each in spared), re.IGNORECASE)
     tied = _tied(module)
@@ -76,6 +80,18 @@ def _coarse(module: nn.Module) -> list[str]:
         if large and weight.dtype.is_floating_point and weight.dtype.itemsize > 1 and id(weight) not in tied:
             found.append(f"{path}.weight" if path else "weight")
     return found
+
+
+def _looked_up(module: nn.Module) -> set[int]:
+    """Tables that only embeddings use: their rows are unpacked, and never all of them."""
+    tables = {id(layer.weight) for layer in module.modules() if isinstance(layer, nn.Embedding)}
+    others = {
+        id(parameter)
+        for layer in module.modules()
+        if not isinstance(layer, nn.Embedding)
+        for parameter in layer._parameters.values()
+    }
+    return tables - others
 
 
 def _tied(module: nn.Module) -> set[int]:

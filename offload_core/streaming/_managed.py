@@ -107,10 +107,12 @@ class Managed:
             shapes = {
                 part.name: (part.layout.shape, part.layout.dtype)
                 for part in self.parts
-                if part.rule.rule == "packed" and part.layout is not None
+                if part.rule.rule == "packed" and part.layout is not None and not part.is_lookup
             }
-            self.scope.reserve_unpacking(unpacking_bytes(shapes, groups))
-            small, large = self._split_and_plan(groups, planned, added_bytes)
+            unpacking = unpacking_bytes(shapes, groups)
+            missing = max(unpacking - self.scope.unpacking_bytes, 0)
+            small, large = self._split_and_plan(groups, planned, added_bytes + missing)
+            self.scope.keep_unpacking(unpacking)
             if added_bytes:
                 self._extra.append(self.scope.ledger.reserve("device", "adapters", added_bytes, self.name))
             if self.plan.whole and plain_if_whole:

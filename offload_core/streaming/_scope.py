@@ -140,17 +140,17 @@ class OffloadScope:
         if nbytes + self._ring_missing() > self.available():
             self.cache.empty_ring()
 
-    def reserve_unpacking(self, nbytes: int) -> None:
-        """Keeps memory in which weights are unpacked while an operator uses them; modules run one after another, so the
-        hungriest one's is enough. Raises BudgetError."""
-        there = self._unpacking.nbytes if self._unpacking is not None else 0
-        if nbytes <= there:
-            return
-        if self._unpacking is not None:
-            self._unpacking.release()
-            self._unpacking = None
-        self.make_room(nbytes)
-        self._unpacking = self.ledger.reserve("device", "unpacking", nbytes)
+    @property
+    def unpacking_bytes(self) -> int:
+        """What is kept for weights that are unpacked while an operator uses them."""
+        return self._unpacking.nbytes if self._unpacking is not None else 0
+
+    def keep_unpacking(self, nbytes: int) -> None:
+        """Keeps so much for that; modules run one after another, so the hungriest one's is enough. BudgetError."""
+        if nbytes > self.unpacking_bytes:
+            if self._unpacking is not None:
+                self._unpacking.release()
+            self._unpacking = self.ledger.reserve("device", "unpacking", nbytes)
 
     def _ring_missing(self) -> int:
         """Bytes of a ring for the attached modules that isn't there yet."""
