@@ -35,7 +35,7 @@ def replay_calls(
     ring: bytes of the phase's ring, which components share. record: keep the events.
     """
     large = [size for part in component.parts for size in part.sizes if not part.stays and not size.lookup_only]
-    small = weights.small_bytes > component.added_bytes
+    small = weights.small_bytes > component.added_bytes + component.unpacking_bytes
     sizes = {
         size.name: int(size.nbytes * component.stored)
         for size in large
@@ -58,16 +58,15 @@ def hardware_of(bytes_per_s: float, rates: Rates) -> Hardware:
 
 def loads_of(component: ComponentJob, trace: Trace, rates: Rates, *, streams: bool) -> list[Load]:
     """A call's stretches with the names that weights have in the component, and their seconds. streams: whether some of
-    them are streamed."""
+    them are streamed. A packed weight is read and its values are written before an operator reads them."""
     access_s = rates.access_s if streams else 0.0
     names = [weight.name.removeprefix(f"{component.name}.") for weight in trace.weights]
-    return [
-        Load(
-            tuple(names[place] for place in stretch.weights),
-            rates.compute_s(stretch, component.dtype) + access_s * len(stretch.weights),
-        )
-        for stretch in trace.stretches
-    ]
+    loads = []
+    for stretch in trace.stretches:
+        used = tuple(names[place] for place in stretch.weights)
+        unpacked = sum(component.unpacked.get(name, 0) for name in used) / rates.memory_bytes_per_s
+        loads.append(Load(used, rates.compute_s(stretch, component.dtype) + access_s * len(used) + unpacked))
+    return loads
 
 
 def hungriest(loads: Sequence[Load], sizes: dict[str, int], resident: frozenset[str]) -> int:

@@ -7,7 +7,7 @@ disagree. How long it takes is a replay of that (`simulate`).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -66,7 +66,8 @@ class ComponentJob:
     """What a phase does with one component. calls: (trace, how often). stored: bytes in the file per byte that runs.
     alone: whether other components of its class make room for it and it for them (Wan's experts). added_bytes: of the
     LoRAs that it gets, which aren't in `parts` and stay on the device. unpacking_bytes: what unpacking an operator's
-    weights takes of the device; of the components of a phase the hungriest one's is kept for all."""
+    weights takes of the device; of the components of a phase the hungriest one's is kept for all. unpacked: of packed
+    weights, by name, the bytes that unpacking moves. saved_bytes: by those that are packed on their way in."""
 
     name: str
     dtype: str
@@ -76,6 +77,8 @@ class ComponentJob:
     alone: bool = False
     added_bytes: int = 0
     unpacking_bytes: int = 0
+    unpacked: Mapping[str, int] = field(default_factory=dict, repr=False)
+    saved_bytes: int = 0
 
     @property
     def weight_bytes(self) -> int:
@@ -444,6 +447,11 @@ def _reasons(job: PhaseJob, components: Sequence[ComponentPlan], held: _Held, fi
         least = human_bytes(smallest_budget(job, limits))
         reasons.append(f"{job.name} doesn't fit {budget}: it needs {least} at least.")
     reasons += job.assumed
+    reasons += [
+        f"{component.name} is packed to 8 bits on its way in, which saves {human_bytes(component.saved_bytes)}."
+        for component in job.components
+        if component.saved_bytes
+    ]
     activations = activations_on(job.activation_bytes, limits, job.correction.activations)
     for component in components:
         weights = component.weights

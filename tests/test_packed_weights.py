@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 import offload_core as po
+from offload_core._report_table import human_bytes
 from offload_core.errors import ManagedModuleError, ModelError
 from offload_core.packing import FLOAT8_ROWS, pack_rows, packed_row_bytes, unpack
 from offload_core.single_files import SplitFiles
@@ -221,6 +222,9 @@ def test_plan_says_what_packing_saves_and_holds() -> None:
     before, after = stored.phase("denoise"), packed.phase("denoise")
     assert before is not None and after is not None
     assert after.weight_bytes < 0.7 * before.weight_bytes
+    saved = human_bytes(before.weight_bytes - after.weight_bytes)
+    assert f"transformer is packed to 8 bits on its way in, which saves {saved}." in after.reasons
+    assert not any("packed" in reason for reason in before.reasons)
     session = po.Session()
     handle = po.load(MODEL, device="cpu", dtype="float32", weight_storage="fp8")
     po.denoise(handle, po.encode(handle, "a red circle", session=session), seed=1, session=session, **asked)

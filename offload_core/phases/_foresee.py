@@ -261,6 +261,8 @@ class _Watch:
             stored,
             added_bytes=self._added.get(name, 0),
             unpacking_bytes=component.packed.unpacking_bytes,
+            unpacked=component.packed.moved_bytes,
+            saved_bytes=component.packed.saved_bytes,
         )
 
     def _add(self, component: str, name: str, trace: Trace) -> None:

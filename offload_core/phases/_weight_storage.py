@@ -27,11 +27,14 @@ _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 @dataclass(frozen=True)
 class PackedWeights:
     """Of one component. nbytes: of its packed weights, by name. on_the_way_in: how those are packed that aren't in
-    their files. unpacking_bytes: what unpacking takes of the device for a moment."""
+    their files. unpacking_bytes: what unpacking takes of the device for a moment. moved_bytes: what unpacking each reads
+    and writes. saved_bytes: of weights, by what is packed on the way in."""
 
     nbytes: Mapping[str, int]
     on_the_way_in: Mapping[str, Packing]
     unpacking_bytes: int
+    moved_bytes: Mapping[str, int]
+    saved_bytes: int
 
     def __bool__(self) -> bool:
         return bool(self.nbytes)
@@ -61,7 +64,14 @@ def packed_weights(
         for name in nbytes
         if name in named and id(named[name]) not in rows_only
     }
-    return PackedWeights(nbytes, on_the_way_in, unpacking_bytes(shapes, operator_groups(module, ())))
+    values = {name: math.prod(shape) * dtype.itemsize for name, (shape, dtype) in shapes.items()}
+    return PackedWeights(
+        nbytes,
+        on_the_way_in,
+        unpacking_bytes(shapes, operator_groups(module, ())),
+        moved_bytes={name: nbytes[name] + size for name, size in values.items()},
+        saved_bytes=sum(values[name] - nbytes[name] for name in on_the_way_in),
+    )
 
 
 def _coarse(module: nn.Module) -> list[str]:
