@@ -12,12 +12,14 @@ import torch
 from safetensors.torch import save_file
 
 import offload_core as po
+from lora_files import make_lora
 from offload_core._report_table import human_bytes
 from offload_core.errors import ManagedModuleError, ModelError
 from offload_core.packing import FLOAT8_ROWS, pack_rows, packed_row_bytes, unpack
 from offload_core.single_files import SplitFiles
 from original_layout import TINY, Weights, original_weights
 from staging import align, job, tiny_model, words
+from vgpu.runner import run_on_vgpu
 
 TIGHT = po.OffloadSettings(device_memory="150kB", resident_below=0, activation_memory=0)
 BF16 = torch.bfloat16
@@ -71,12 +73,15 @@ def packed_files(family: str, folder: Path, **how: Any) -> tuple[SplitFiles, Spl
     )
 
 
-def run(files: Any, family: str, settings: Any = None, **load: Any) -> tuple[torch.Tensor, po.Session]:
+def run(
+    files: Any, family: str, settings: Any = None, plan: Any = None, **load: Any
+) -> tuple[torch.Tensor, po.Session]:
     session = po.Session()
     handle = po.load(files, device="cpu", settings=settings, **load)
-    embeds = po.encode(handle, **words(family), session=session)
-    latents = po.denoise(handle, embeds, seed=1, session=session, **job(family, guided=True))
-    return torch.as_tensor(po.decode(handle, latents, "pt", session=session)).float(), session
+    planned = {"session": session, "plan": plan}
+    embeds = po.encode(handle, **words(family), **planned)
+    latents = po.denoise(handle, embeds, seed=1, **job(family, guided=True), **planned)
+    return torch.as_tensor(po.decode(handle, latents, "pt", **planned)).float(), session
 
 
 # --------------------------------------------------------------------------------------------------- the arithmetic
@@ -166,6 +171,71 @@ def test_weight_whose_scale_is_missing_or_unknown_is_refused(change: Any, says: 
     with pytest.raises(ModelError, match=says) as refused:
         po.load(packed)
     assert str(refused.value).endswith("or the bfloat16 file of the model.")
+
+
+def test_lora_on_packed_weights_gives_the_picture_of_the_twin_with_it(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    lora = make_lora("flux", "transformer", tmp_path / "lora.safetensors", ["to_q", "to_v", "to_k"])
+    packed, meant = packed_files("flux", tmp_path)
+    expected, _ = run(meant, "flux", loras=[(lora, 0.7)])
+    assert torch.equal(run(packed, "flux", loras=[(lora, 0.7)])[0], expected)
+    found, session = run(packed, "flux", replace(TIGHT, device_memory="170kB"), loras=[(lora, 0.7)])
+    assert torch.equal(found, expected)
+    assert session.report.phases[1].streamed_bytes > 0
+    assert not torch.equal(expected, run(packed, "flux")[0])
+
+
+def test_warm_copies_are_of_packed_bytes_and_spare_reading_the_files(tmp_path: Path) -> None:
+    packed, _ = packed_files("flux", tmp_path)
+    session, handle = po.Session(), po.load(packed, device="cpu", settings=po.OffloadSettings(warm=True))
+    embeds = po.encode(handle, **words("flux"))
+    first, second = (po.denoise(handle, embeds, seed=3, session=session, **job("flux", guided=True)) for _ in range(2))
+    cold, warm = session.report.phases
+    assert cold.bytes_read >= cold.weight_bytes > 0
+    assert warm.bytes_read < cold.bytes_read / 4 and warm.warm_bytes > 0  # small scales are read each time
+    assert torch.equal(first.samples, second.samples)
+
+
+def test_no_phase_takes_more_than_its_plan_says(tmp_path: Path) -> None:
+    packed, _ = packed_files("flux", tmp_path)
+    settings = replace(TIGHT, activation_memory="auto", execution_device="cpu")
+    call = job("flux", guided=True)
+
+    def planned(nbytes: int) -> Any:
+        return po.foresee_job(packed, settings=replace(settings, device_memory=nbytes), **words("flux"), **call).plan
+
+    budget = planned(100_000).smallest_budget_bytes
+    plan = planned(budget)
+    assert plan.fits
+    _, session = run(packed, "flux", replace(settings, device_memory=budget), plan)
+    streamed = []
+    for expected, phase in zip(plan.phases, session.report.phases, strict=True):
+        assert phase.reserved_peak_bytes <= expected.device_peak_bytes <= budget
+        assert phase.weight_bytes == expected.weight_bytes
+        streamed.append(phase.streamed_bytes)
+    assert any(streamed)
+
+
+def packed_pictures_on_the_device(folder: str) -> list[bool]:
+    import vgpu
+
+    vgpu.install()
+    packed, meant = packed_files("flux", Path(folder), per_row=True)
+    found = []
+    for settings in (replace(TIGHT, device_memory="1500kB"), None):
+        results = []
+        for files, where in ((packed, "auto"), (meant, "cpu")):
+            handle = po.load(files, device=where, settings=settings if where == "auto" else None)
+            embeds = po.encode(handle, **words("flux"))
+            latents = po.denoise(handle, embeds, seed=1, **job("flux", guided=True))
+            results.append(torch.as_tensor(po.decode(handle, latents, "pt")))
+        found.append(torch.equal(*results))
+    return found
+
+
+@pytest.mark.slow
+def test_packed_weights_are_unpacked_on_an_accelerator_to_the_cpus_bits(tmp_path: Path) -> None:
+    assert run_on_vgpu(packed_pictures_on_the_device, str(tmp_path)) == [True, True]
 
 
 # ------------------------------------------------------------------------------------------- packed on the way in

@@ -27,7 +27,7 @@ _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 @dataclass(frozen=True)
 class PackedWeights:
     """Of one component. nbytes: of its packed weights, by name. on_the_way_in: how those are packed that aren't in
-    their files. unpacking_bytes: what unpacking takes of the device for a moment. moved_bytes: what unpacking each reads
+    their files. unpacking_bytes: what unpacking takes of the device for a moment. moved_bytes: what unpacking one reads
     and writes. saved_bytes: of weights, by what is packed on the way in."""
 
     nbytes: Mapping[str, int]
