@@ -51,28 +51,37 @@ def packed_shape(shape: Sequence[int], nbytes: int) -> tuple[int, int]:
 
 
 def unpack(
-    kind: str, data: torch.Tensor, scale: torch.Tensor | None, shape: Sequence[int], dtype: torch.dtype
+    kind: str, data: torch.Tensor, scale: torch.Tensor | float | None, shape: Sequence[int], dtype: torch.dtype
 ) -> torch.Tensor:
     """A weight's values, on the device of `data`.
 
-    data: (rows, bytes of a row) uint8. scale: float32 with one number or `rows`, or None. The result is contiguous, of
-    `shape` and `dtype`. Beside it there are at most a few MB of intermediates at a time.
+    data: (rows, bytes of a row) uint8. scale: one number, or float32 with one for each of the rows, or None. The result
+    is contiguous, of `shape` and `dtype`. Beside it there are at most a few MB of intermediates at a time.
     """
     values = torch.empty(tuple(shape), dtype=dtype, device=data.device)
-    rows = data.shape[0]
     if not values.numel():
         return values
-    table = values.view(rows, -1)
-    step = max(_CHUNK_ELEMENTS // table.shape[1], 1)
-    per_row = scale is not None and scale.numel() > 1
-    factor = scale.reshape(-1, 1) if scale is not None else None
-    for start in range(0, rows, step):
-        part = slice(start, start + step)
-        found = _values(kind, data[part], dtype if factor is None else torch.float32)
-        if factor is not None:
-            found = found * (factor[part] if per_row else factor)
-        table[part].copy_(found)
+    table = values.view(data.shape[0], -1)
+    if kind == FLOAT8_ROWS:
+        table.copy_(data[:, :-_SCALE_BYTES].view(torch.float8_e4m3fn))
+        scale = data[:, -_SCALE_BYTES:].contiguous().view(torch.float32)
+    elif kind in FLOAT8:
+        table.copy_(data.view(FLOAT8[kind]))
+    else:
+        raise ValueError(f"There is no packing called {kind!r}.")
+    if isinstance(scale, torch.Tensor):
+        _scale_rows(table, scale.reshape(-1, 1))
+    elif scale is not None:
+        table.mul_(scale)  # by a number, not a tensor of one: that would be rounded to the dtype first
     return values
+
+
+def _scale_rows(table: torch.Tensor, scale: torch.Tensor) -> None:
+    """Multiplies rows in place: every product in float32, rounded once. 8-bit floats are exact in each wider dtype."""
+    step = max(_CHUNK_ELEMENTS // table.shape[1], 1)
+    for start in range(0, table.shape[0], step):
+        part = table[start : start + step]
+        torch.mul(part, scale[start : start + step], out=part)
 
 
 def unpack_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
@@ -96,12 +105,3 @@ def pack_rows(values: torch.Tensor) -> torch.Tensor:
 def packed_row_bytes(width: int) -> int:
     """Bytes of a row of `FLOAT8_ROWS` that has `width` numbers."""
     return width + _SCALE_BYTES
-
-
-def _values(kind: str, data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    if kind in FLOAT8:
-        return data.view(FLOAT8[kind]).to(dtype)
-    if kind == FLOAT8_ROWS:
-        scale = data[:, -_SCALE_BYTES:].contiguous().view(torch.float32)
-        return data[:, :-_SCALE_BYTES].view(torch.float8_e4m3fn).float() * scale
-    raise ValueError(f"There is no packing called {kind!r}.")

@@ -77,7 +77,10 @@ def read_stored(stored: StoredWeight) -> torch.Tensor:
     return flat.view(stored.shape)
 
 
-def read_scale(stored: StoredWeight) -> torch.Tensor | None:
-    """What a packed weight's values are multiplied by, as 1-D float32 in RAM; None for nothing."""
+def read_scale(stored: StoredWeight) -> torch.Tensor | float | None:
+    """What a packed weight's values are multiplied by: a number, 1-D float32 in RAM for one a row, None for nothing."""
     scale = stored.packing.scale if stored.packing is not None else None
-    return read_stored(scale).float().reshape(-1) if scale is not None else None
+    if scale is None:
+        return None
+    numbers = read_stored(scale).float().reshape(-1)
+    return numbers if numbers.numel() > 1 else float(numbers)

@@ -313,11 +313,10 @@ class Managed:
             part.replacement = nn.Parameter(weight, requires_grad=wants_grad)
 
     def _packed_weight(self, part: Part) -> PackedWeight:
-        stored, scale = part.item.stored, None
+        stored = part.item.stored
         packing = stored.packing if stored is not None else None
-        if stored is not None and packing is not None and packing.scale is not None:
-            scale = read_scale(stored)
-            assert scale is not None
+        scale = read_scale(stored) if stored is not None else None
+        if isinstance(scale, torch.Tensor):
             scale = scale.to(self.scope.device)
         assert part.layout is not None
         form = Packed(packing.kind if packing is not None else FLOAT8_ROWS, scale, part.layout)

@@ -16,11 +16,11 @@ from ._weight import Entry, StreamedWeight, aten, run
 
 @dataclass(frozen=True)
 class Packed:
-    """What a packed weight is beside its bytes. kind: see `packing.unpack`. scale: 1-D float32 on the execution device.
-    layout: of the values."""
+    """What a packed weight is beside its bytes. kind, scale: see `packing.unpack`, on the execution device. layout: of
+    the values."""
 
     kind: str
-    scale: torch.Tensor | None
+    scale: torch.Tensor | float | None
     layout: Layout
 
     def values(self, data: torch.Tensor) -> torch.Tensor:
@@ -31,7 +31,7 @@ class Packed:
         """Rows of a table: data (..., bytes of a row) to (..., width); indices: which ones they are."""
         width = self.layout.shape[1]
         scale = self.scale
-        if scale is not None and scale.numel() > 1:
+        if isinstance(scale, torch.Tensor):
             scale = scale[indices.reshape(-1)]
         with normal_mode(), torch.no_grad():
             flat = data.reshape(-1, data.shape[-1])
