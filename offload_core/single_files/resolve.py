@@ -29,7 +29,7 @@ _ROLES = {
     "vae": ("vae",),
     "checkpoint": ("denoiser", "encoder", "vae", "other"),
 }
-_GIVE = {"denoiser": "--denoiser FILE", "encoder": "--encoder FILE", "vae": "--vae FILE", "other": "--encoder FILE"}
+_GIVE = {"denoiser": "denoiser", "encoder": "encoder", "vae": "vae", "other": "encoder"}  # what every way in calls it
 _SECOND = "transformer_2"
 _WITHOUT = ("Scheduler", "Tokenizer", "Processor", "FeatureExtractor", "Guidance")  # classes that have no weights
 
@@ -103,11 +103,11 @@ def _choose(templates: list[Template], parts: _Parts, given: _Given) -> Template
     if misses:
         files = show(next(found.path.name for _, found in parts if found.layout.role == "denoiser"))
         what = f"{files} is near to what is known, but {'; '.join(dict.fromkeys(misses[:3]))}"
-        raise ModelError(f"{what}. Give a diffusers folder with its configs (configs, --configs FOLDER).")
+        raise ModelError(f"{what}. Give a diffusers folder with its configs (configs).")
     files = " and ".join(show(path.name) for _, path, _ in given)
     held = " and ".join(dict.fromkeys(found.layout.title for _, found in parts))
     whose = templates[0].title if len(templates) == 1 else "a known model"
-    raise ModelError(f"{files} holds {held}, but no denoiser of {whose}. Give one with it (--denoiser FILE).")
+    raise ModelError(f"{files} holds {held}, but no denoiser of {whose}. Give one with it, as denoiser.")
 
 
 def _is_denoiser(found: FoundPart, part: TemplatePart) -> bool:
@@ -129,11 +129,11 @@ def _assign(template: Template, parts: _Parts) -> dict[str, FoundPart]:
             continue
         what = f"{template.title} needs {_described(part)}"
         if not fitting:
-            raise ModelError(f"{what}, which none of the files holds. Give it, too ({_how_to_give(part)}).")
+            raise ModelError(f"{what}, which none of the files holds. Give it, too, as {_how_to_give(part)}.")
         found = fitting[0][1]
         raise ModelError(
             f"{what}, and what {show(found.path.name)} holds is another: {found.misfit(part.config)}. "
-            f"Give the right file ({_how_to_give(part)})."
+            f"Give the right file as {_how_to_give(part)}."
         )
     return chosen
 
@@ -163,7 +163,7 @@ def _described(part: TemplatePart) -> str:
 
 def _how_to_give(part: TemplatePart) -> str:
     role = next(layout.role for layout in LAYOUTS if part.class_name in layout.classes)
-    return "--denoiser-2 FILE" if part.name == _SECOND else _GIVE[role]
+    return "denoiser_2" if part.name == _SECOND else _GIVE[role]
 
 
 def _refuse_unused(template: Template, chosen: Mapping[str, FoundPart], parts: _Parts, given: _Given) -> None:

@@ -78,7 +78,7 @@ def find_tokenizer(component: str, class_name: str, encoder: str, folders: Itera
     looked = f" {' or '.join(show(folder) for folder in folders)} doesn't hold it." if folders else ""
     raise ModelError(
         f"{who} needs {title}, which files of weights don't contain.{looked} Name a folder that has it: the `comfy` "
-        "folder of ComfyUI, or a diffusers folder of a model with the same text encoder (--tokenizers FOLDER)."
+        "folder of ComfyUI, or a diffusers folder of a model with the same text encoder (tokenizers)."
     )
 
 
