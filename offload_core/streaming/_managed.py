@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -16,27 +15,23 @@ from ..errors import ManagedModuleError, OffloadError
 from ..file_backing import FileMapping, read_mappings
 from ..inventory import Item, take_inventory
 from ..ledger import Reservation
-from ..packing import FLOAT8_ROWS, Packing, packed_row_bytes, packed_shape, rows_of
-from ..stored_weight import StoredWeight, read_scale
+from ..packing import Packing
+from ..stored_weight import StoredWeight
 from ._accelerator import link_bytes
 from ._compiled import compiled_blocks, install, uninstall
-from ._dtypes import shortest, through
+from ._dtypes import through
+from ._forms import DtypeRule, Forms
 from ._guards import ApplyGuard, check_free
 from ._homes import Homes
-from ._masters import FileMaster, HostMaster, Master, RowPacker, stored_master
-from ._packed_weight import Packed, PackedWeight
-from ._parts import Part, Place, group_of, is_recurrent, operator_groups, unpacking_bytes
+from ._masters import HostMaster
+from ._packed_weight import PackedWeight
+from ._parts import Part, group_of, operator_groups, unpacking_bytes
 from ._plan import PartSize, StreamPlan, WeightSize, largest_group, plan_parts, spread
-from ._shape import Layout, as_bytes
-from ._streamed_class import StreamedClass
-from ._tensor_classes import TensorClass, classify, shell_of
-from ._weight import Entry, StreamedWeight, cold_weight
+from ._shape import as_bytes
+from ._weight import Entry, StreamedWeight
 
 if TYPE_CHECKING:
     from ._scope import OffloadScope
-
-# The dtypes that a floating weight is cast through, by its name and stored dtype; the last is the one it runs in.
-DtypeRule = Callable[[str, torch.dtype], tuple[torch.dtype, ...]]
 
 
 class Managed:
@@ -45,14 +40,13 @@ class Managed:
     def __init__(self, scope: OffloadScope, name: str) -> None:
         self.scope, self.name = scope, name
         self.plan: StreamPlan
-        self._keep_grad = False
+        self._forms: Forms
         self.attributes: dict[str, tuple[str, ...]] = {}
         self.parts: list[Part] = []
         self._guarded: list[weakref.ref[nn.Module]] = []
         self._compiled: list[weakref.ref[nn.Module]] = []
         self._extra: list[Reservation] = []
         self._homes: Homes | None = None
-        self._allowed_bytes: int | None = None  # of RAM that was taken before the budget was measured; None: none is
         self.root: weakref.ref[nn.Module] | None = None
         self.at_release: list[Callable[[], None]] = []
         self.released = False
@@ -88,17 +82,15 @@ class Managed:
         """
         check_free(module, self.name)
         self._homes = homes
-        if was_there and self.scope.settings.host_memory == "auto":
-            self._allowed_bytes = 0
-        self._keep_grad = keep_grad
+        self._forms = Forms(self.scope, self.name, keep_grad=keep_grad, was_there=was_there, packings=packings or {})
         mappings = read_mappings()
         found = _mapped_files(mappings) if files is None else files
         inventory = take_inventory(module, found, stored=stored, mappings=lambda: mappings)
         self.attributes = inventory.attributes
         items = [item for item in inventory.items if not self._is_absent(item)]
-        rules = [_rule(item, f"{self.name}.{item.names[0]}", packings or {}) for item in items]
+        rules = [self._forms.rule_of(item) for item in items]
         try:
-            self.parts = [self._part(item, rule, dtype_of) for item, rule in zip(items, rules, strict=True)]
+            self.parts = [self._forms.part(item, rule, dtype_of) for item, rule in zip(items, rules, strict=True)]
             blocks = compiled_blocks(module, self.name)
             groups = operator_groups(module, [path for path, _ in blocks])
             widened = [part.item.nbytes for part in self.parts if part.is_widened]
@@ -121,7 +113,8 @@ class Managed:
                 part.plain = True
             self._load_plain(small)
             for part in large:
-                self._wrap(part)
+                self._forms.give_masters(part)
+                part.replacement = self._forms.wrapper(part)
             self.plan_host(large)
             for part in self.parts:
                 part.original = part.item.tensor if restore or part.untouched else None
@@ -147,47 +140,6 @@ class Managed:
         if item.tensor._entry.cache is not None:
             raise ManagedModuleError(f"{item.tensor._entry.name} is under offload already. Release that one first.")
         return True
-
-    def _part(self, item: Item, rule: TensorClass, dtype_of: DtypeRule | None) -> Part:
-        places = [
-            Place(weakref.ref(owner), key, key in owner._buffers and key not in owner._parameters)
-            for owner, key in item.places
-        ]
-        part = Part(item, rule, places)
-        tensor = item.tensor
-        stride = item.stride if len(item.stride) == len(item.shape) else torch.empty(item.shape, device="meta").stride()
-        part.layout = Layout(item.dtype, torch.Size(item.shape), stride)
-        if rule.rule == "resident" or item.shares_storage or not item.dense or is_recurrent(item):
-            part.untouched = tensor.device == self.scope.device
-            return part
-        if rule.rule == "inner":
-            assert rule.take_apart is not None
-            part.shell = _shell(tensor, f"{self.name}.{item.names[0]}")
-            for inner, plain in rule.take_apart(tensor).items():
-                layout = Layout.of(plain)
-                name = f"{item.names[0]}.{inner}"
-                part.entries.append(Entry((name,), layout, None, self.scope.cache, owner=self.name))
-            return part
-        asked = dtype_of(item.names[0], item.dtype) if dtype_of and item.dtype.is_floating_point else ()
-        casts = shortest(item.dtype, asked)
-        target = casts[-1] if casts else item.dtype
-        if (
-            tensor.device == self.scope.device
-            and target == item.dtype
-            and not (item.ranges or item.stored)
-            and item.kind == "buffer"
-        ):
-            part.untouched = True
-            return part
-        if rule.rule == "packed":
-            stride = torch.empty(item.shape, device="meta").stride()
-            part.layout = Layout(target, torch.Size(item.shape), stride)
-            layout = Layout(torch.uint8, torch.Size(shape := _packed_shape(item)), (shape[1], 1))
-            part.entries.append(Entry(item.names, layout, None, self.scope.cache, owner=self.name))
-            return part
-        layout = Layout.of(tensor).with_dtype(target)
-        part.entries.append(Entry(item.names, layout, None, self.scope.cache, casts=casts, owner=self.name))
-        return part
 
     def _split_and_plan(
         self, groups: dict[str, str], planned: StreamPlan | None, added_bytes: int
@@ -225,32 +177,6 @@ class Managed:
         sizes = tuple(WeightSize(e.names[0], e.nbytes, e.group, e.lookup_only) for e in part.entries)
         return PartSize(sizes, part.nbytes, part.item.kind == "buffer" or not part.entries, part.is_norm)
 
-    def _master(self, part: Part, entry: Entry, tensor: torch.Tensor) -> Master:
-        if part.rule.rule == "packed" and (part.item.stored is None or part.item.stored.packing is None):
-            source = self._source_master(part, entry, tensor)
-            return RowPacker(source, rows_of(part.item.shape), math.prod(part.item.shape[1:]))
-        return self._source_master(part, entry, tensor)
-
-    def _source_master(self, part: Part, entry: Entry, tensor: torch.Tensor) -> Master:
-        item = part.item
-        if item.stored is not None:
-            return stored_master(item.stored, self.scope.file, self.scope.warm)
-        if item.ranges and part.rule.rule != "inner":
-            where = item.ranges[0]
-            return FileMaster(self.scope.file(where.path), where, item.dtype, self.scope.warm)
-        if self._allowed_bytes is not None and tensor.device.type == "cpu":
-            self.scope.ledger.allow("host", tensor.nbytes)
-            self._allowed_bytes += tensor.nbytes
-        reservation = self.scope.ledger.reserve("host", "masters", tensor.nbytes, entry.name)
-        try:
-            host = tensor.detach()
-            if host.device.type != "cpu":
-                host = Layout.of(host).over(as_bytes(host).cpu().untyped_storage())
-        except BaseException:
-            reservation.release()
-            raise
-        return HostMaster(host, reservation)
-
     def _load_plain(self, parts: list[Part]) -> None:
         entries = []
         for part in parts:  # before the first layer moves, and all of its weights with it
@@ -266,61 +192,20 @@ class Managed:
                 else:
                     part.replacement = part.item.tensor.to(self.scope.device)
             else:
-                self._give_masters(part)
+                self._forms.give_masters(part)
                 for entry in part.entries:
                     entry.resident = True
                 entries += part.entries
         self.scope.cache.load(entries)
         for part in parts:
             if part.entries:
-                part.replacement = self._plain_tensor(part)
+                part.replacement = self._forms.plain_tensor(part)
 
     def _move_layers(self, part: Part, device: torch.device) -> None:
         for place in part.places:
             owner = place.owner()
             if owner is not None:
                 owner.to(device)
-
-    def _plain_tensor(self, part: Part) -> torch.Tensor:
-        hot = [entry.hot for entry in part.entries]
-        if part.rule.rule == "inner":
-            assert part.rule.rebuild is not None
-            prefix = len(part.name) + 1
-            inner = {entry.names[0][prefix:]: tensor for entry, tensor in zip(part.entries, hot, strict=True)}
-            return part.rule.rebuild(part.shell, inner)  # type: ignore[arg-type]
-        tensor = hot[0] if part.rule.rule != "packed" else self._packed_weight(part)
-        assert tensor is not None
-        if part.item.kind == "buffer":
-            return tensor
-        return nn.Parameter(tensor, requires_grad=self._keep_grad and part.item.tensor.requires_grad)
-
-    def _give_masters(self, part: Part) -> None:
-        if part.rule.rule == "inner":
-            assert part.rule.take_apart is not None
-            for entry, tensor in zip(part.entries, part.rule.take_apart(part.item.tensor).values(), strict=True):
-                entry.master = self._master(part, entry, tensor)
-        else:
-            part.entries[0].master = self._master(part, part.entries[0], part.item.tensor)
-
-    def _wrap(self, part: Part) -> None:
-        self._give_masters(part)
-        if part.rule.rule == "inner":
-            part.replacement = StreamedClass.make(part.shell, part.rule, part.entries, part.name, self.scope.device)
-        else:
-            packed = part.rule.rule == "packed"
-            weight = self._packed_weight(part) if packed else StreamedWeight(part.entries[0], self.scope.device)
-            wants_grad = self._keep_grad and part.item.tensor.requires_grad
-            part.replacement = nn.Parameter(weight, requires_grad=wants_grad)
-
-    def _packed_weight(self, part: Part) -> PackedWeight:
-        stored = part.item.stored
-        packing = stored.packing if stored is not None else None
-        scale = read_scale(stored) if stored is not None else None
-        if isinstance(scale, torch.Tensor):
-            scale = scale.to(self.scope.device)
-        assert part.layout is not None
-        form = Packed(packing.kind if packing is not None else FLOAT8_ROWS, scale, part.layout)
-        return PackedWeight.make(part.entries[0], form, self.scope.device)
 
     def plan_host(self, parts: list[Part]) -> None:
         """Which streamed weights stay in pinned memory, spread evenly; the others are read anew each time."""
@@ -549,7 +434,7 @@ class Managed:
             for place, now in zip(part.places, current[id(part)], strict=True):
                 if not self._is_ours(part, now):
                     continue
-                place.put(self._original(part, now) if restore else self._cold(part))
+                place.put(self._original(part, now) if restore else self._forms.cold(part))
         self._give_back_masters()
         for ref in self._compiled:
             block = ref()
@@ -599,13 +484,6 @@ class Managed:
                 original.data = master.tensor.to(original.dtype)  # a cast ends with the offload
         return original
 
-    def _cold(self, part: Part) -> Any:
-        if isinstance(part.replacement, StreamedWeight):
-            return part.replacement
-        assert part.layout is not None
-        cold = cold_weight(part.layout, f"{self.name}.{part.name}", self.scope.device)
-        return cold if part.item.kind == "buffer" else nn.Parameter(cold, requires_grad=False)
-
     def _give_back_masters(self) -> None:
         for reservation in self._extra:
             reservation.release()
@@ -615,37 +493,10 @@ class Managed:
             for entry in part.entries:
                 if entry.master is not None:
                     entry.master.close()
-        if self._allowed_bytes:
-            self.scope.ledger.allow("host", -self._allowed_bytes)
-            self._allowed_bytes = 0
-
-
-def _rule(item: Item, name: str, packings: Mapping[str, Packing]) -> TensorClass:
-    if any(each in packings for each in item.names) or (item.stored is not None and item.stored.packing is not None):
-        return TensorClass("packed", "packed", "fewer bytes than it is computed with")
-    if item.stored is not None:
-        return TensorClass("StoredWeight", "plain", "dense bytes in files")
-    return classify(item.tensor, name)
-
-
-def _packed_shape(item: Item) -> tuple[int, int]:
-    """(rows, bytes of a row) of a weight as it is packed."""
-    if item.stored is not None and item.stored.packing is not None:
-        return packed_shape(item.shape, item.stored.nbytes)
-    return rows_of(item.shape), packed_row_bytes(math.prod(item.shape[1:]))
+        self._forms.close()
 
 
 def _mapped_files(mappings: list[FileMapping] | None) -> list[Path]:
     """The safetensors files that this process has mapped, where the system tells."""
     paths = {mapping.path for mapping in mappings or () if mapping.path}
     return sorted(Path(path) for path in paths if path.endswith(".safetensors"))
-
-
-def _shell(tensor: torch.Tensor, name: str) -> Any:
-    """A weight's shell, which never requires grad; the weight itself is left as it was."""
-    required = tensor.requires_grad
-    tensor.requires_grad_(False)
-    try:
-        return shell_of(tensor, name)
-    finally:
-        tensor.requires_grad_(required)

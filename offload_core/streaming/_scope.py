@@ -31,8 +31,9 @@ from ..warm import WarmStore
 from ._accelerator import AcceleratorCopies, link_bytes
 from ._cache import WeightCache
 from ._copies import CopyEngine, CpuCopies
+from ._forms import DtypeRule
 from ._homes import Homes
-from ._managed import DtypeRule, Managed
+from ._managed import Managed
 from ._plan import StreamPlan
 from ._readers import Readers
 
