@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .state import Host
 
 
-ENDINGS = (".safetensors", ".sft")
+ENDINGS = (".safetensors", ".sft", ".gguf")  # GGUF files are listed here though ComfyUI's own lists leave them out
 
 
 class ModelPartFiles:

@@ -67,7 +67,7 @@ _IMPOSTORS: tuple[tuple[bytes, str, str], ...] = (
     (b"\x80\x03", "a pickle", _NO_PICKLE),
     (b"\x80\x04", "a pickle", _NO_PICKLE),
     (b"\x80\x05", "a pickle", _NO_PICKLE),
-    (b"gguf", "a GGUF file", "Use the model's safetensors files."),
+    (b"gguf", "a GGUF file", "Rename it to end in .gguf, or use the model's safetensors files."),
     (b"\x89hdf", "an HDF5 file", "Use the model's safetensors files."),
     (b"\x1f\x8b", "a gzip archive", "Unpack it first."),
     (b"{", "JSON text", _AGAIN),
@@ -357,7 +357,12 @@ def content_mark(file: Path) -> str:
     It doesn't depend on the file's name or time, so saved embeddings survive a copied model; a fine-tune of the same
     architecture changes nearly every weight and so the samples.
     """
-    header = read_header(file)
+    if file.suffix.lower() == ".gguf":
+        from .gguf_file import read_gguf_header
+
+        header = read_gguf_header(file)
+    else:
+        header = read_header(file)
     digest = hashlib.sha256(f"{header.header_sha256} {header.file_bytes}".encode())
     with file.open("rb") as data:
         for index in range(MARK_SAMPLES):

@@ -72,7 +72,8 @@ class ComponentSource:
     of the dtype that holds most bytes. variant: what `from_pretrained(variant=...)` needs, e.g. "fp16". stage: in a
     model made of blocks, where they list it ("before", "denoise" or "after", see `block_classes.stages`). stored: how
     each weight is made from the files, by its name, where they aren't this component's own. described: the config is a
-    description of this project; with a tokenizer, options for its loader.
+    description of this project; with a tokenizer, options for its loader. absent: beginnings of the names of weights
+    that its files don't have, and that only some uses of it need.
     """
 
     name: str
@@ -88,6 +89,7 @@ class ComponentSource:
     stage: str | None = None
     stored: Mapping[str, StoredWeight] | None = field(default=None, repr=False)
     described: bool = False
+    absent: tuple[str, ...] = ()
 
     @property
     def has_weights(self) -> bool:

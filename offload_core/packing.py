@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from .gguf_file import unpack_blocks
+
 if TYPE_CHECKING:
     from .stored_weight import StoredWeight
 
@@ -31,8 +33,8 @@ _CHUNK_ELEMENTS = 4 << 20
 class Packing:
     """How the bytes of a weight become its values.
 
-    kind: a name of `FLOAT8`, `FLOAT8_ROWS`, or a block type of GGUF. scale: what values are multiplied by, in float32
-    or another float dtype: one number, or one per row of the weight.
+    kind: a name of `FLOAT8`, `FLOAT8_ROWS`, or a block type of GGUF ("Q4_K"). scale: what values are multiplied by, in
+    float32 or another float dtype: one number, or one per row of the weight.
     """
 
     kind: str
@@ -68,7 +70,7 @@ def unpack(
     elif kind in FLOAT8:
         table.copy_(data.view(FLOAT8[kind]))
     else:
-        raise ValueError(f"There is no packing called {kind!r}.")
+        unpack_blocks(kind, data, table)
     if isinstance(scale, torch.Tensor):
         _scale_rows(table, scale.reshape(-1, 1))
     elif scale is not None:
@@ -85,7 +87,7 @@ def _scale_rows(table: torch.Tensor, scale: torch.Tensor) -> None:
 
 
 def unpack_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
-    """The most that unpacking a weight takes beside its packed bytes: its values, and float32 intermediates."""
+    """The most that unpacking a weight takes beside its packed bytes: its values, and intermediates of a few MB."""
     count = math.prod(shape)
     return count * dtype.itemsize + 3 * 4 * min(count, _CHUNK_ELEMENTS + count // max(rows_of(shape), 1))
 

@@ -129,7 +129,7 @@ class Component:
             self.managed = self.memory.scope().attach(
                 self.module,
                 name=self.source.name,
-                files=self.source.weight_files,
+                files=self.source.weight_files if self.stored is None else (),  # those are promised, none is mapped
                 dtype_of=self._casts,
                 restore=False,
                 plain_if_whole=True,

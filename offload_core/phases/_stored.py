@@ -30,7 +30,8 @@ def bind_stored(module: nn.Module, source: ComponentSource) -> dict[str, StoredW
     for name, tensor in _saved(module):
         found = stored.get(name) or next((stored[old] for old in _other_names(name) if old in stored), None)
         if found is None:
-            if id(tensor) not in seen and not name.endswith(".num_batches_tracked"):  # only training reads it
+            optional = name.endswith(".num_batches_tracked") or name.startswith(source.absent)  # only training reads it
+            if id(tensor) not in seen and not optional:
                 missing.append(name)
             continue
         if tuple(tensor.shape) != found.shape and _squeezed(tensor.shape) != _squeezed(found.shape):

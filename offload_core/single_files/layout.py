@@ -24,7 +24,8 @@ class PartLayout:
     title: what it is, for sentences. classes: of diffusers or transformers, which can be loaded with it. prefixes:
     where it may lie in a file, "" in one of its own. needs, lacks: names below the prefix that tell it from others.
     rules: the conversion; asked with the part's shapes, because some depend on the number of blocks. sizes: what a
-    config of such a class asks of a few tensors.
+    config of such a class asks of a few tensors. absent: beginnings of the library's names of what such a file never
+    has.
     """
 
     name: str
@@ -36,6 +37,7 @@ class PartLayout:
     rules: Callable[[Shapes], Iterable[Rule]]
     sizes: Callable[[Mapping[str, Any]], Sizes]
     lacks: tuple[str, ...] = ()
+    absent: tuple[str, ...] = ()
 
 
 def count(shapes: Shapes, start: str) -> int:

@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import Any, cast
 
 from ..checkpoint import MAX_HEADER_BYTES, Header, TensorEntry
+from ..errors import ModelError
+from ..gguf_file import SUFFIX, read_gguf_header
 from ..known import known_models
 from .recognise import find_parts
 from .template import ALIKE, FAMILIES
 
-SUFFIXES = (".safetensors", ".sft")
+SUFFIXES = (".safetensors", ".sft", ".gguf")
 MAX_DEPTH = 6
 MAX_FILES = 20_000
 
@@ -30,7 +32,8 @@ _ENTRY = re.compile(rb'"([^"]+)" ?: ?\{[^}]*\}')
 @dataclass(frozen=True)
 class ListedFile:
     """roles: what it holds, of denoiser, encoder and vae; empty for a file that isn't known. families: known models
-    that its denoiser fits. titles: its parts in words. packed: whether some of its weights are 8-bit floats."""
+    that its denoiser fits. titles: its parts in words. packed: whether some of its weights are 8-bit floats or blocks
+    of GGUF."""
 
     path: Path
     roles: tuple[str, ...]
@@ -101,8 +104,12 @@ def _below(root: Path) -> Iterator[tuple[str, os.DirEntry[str]]]:
 
 
 def _look_at(path: Path) -> ListedFile:
-    raw = _raw_header(path)
-    header = Header(cast(Any, _Glance(raw)), {}, 0, 0, "", 0)
+    raw = b""
+    if path.suffix.lower() == SUFFIX:
+        header = _gguf_header(path)
+    else:
+        raw = _raw_header(path)
+        header = Header(cast(Any, _Glance(raw)), {}, 0, 0, "", 0)
     parts = find_parts(path, header)
     denoisers = [part for part in parts if part.layout.role == "denoiser"]
     families = [name for name in FAMILIES if name not in ALIKE and any(_fits(part, name) for part in denoisers)]
@@ -111,7 +118,7 @@ def _look_at(path: Path) -> ListedFile:
         roles=tuple(dict.fromkeys(part.layout.role for part in parts)),
         families=tuple(families),
         titles=tuple(dict.fromkeys(part.layout.title for part in parts)),
-        packed=b'"F8_' in raw,
+        packed=b'"F8_' in raw or path.suffix.lower() == SUFFIX,
     )
 
 
@@ -119,6 +126,14 @@ def _fits(part: Any, family: str) -> bool:
     model = known_models()[family]
     configs = [c["config"] for c in model.components.values() if c["class"] in part.layout.classes]
     return any(part.misfit(config) is None for config in configs)
+
+
+def _gguf_header(path: Path) -> Header:
+    """An empty one for a damaged file: choosing it says what is wrong."""
+    try:
+        return read_gguf_header(path)
+    except ModelError:
+        return Header({}, {}, 0, 0, "", 0)
 
 
 def _raw_header(path: Path) -> bytes:

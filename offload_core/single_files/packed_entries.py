@@ -1,6 +1,6 @@
-"""Packed weights in a file's header: 8-bit floats, and the scales that belong to them.
+"""Packed weights in a file's header: blocks of GGUF, and 8-bit floats with the scales that belong to them.
 
-Names as ComfyUI writes them: beside `X.weight` in 8 bits `X.scale_weight` (with a marker `scaled_fp8` in the file) or
+Names of scales are ComfyUI's: beside `X.weight` in 8 bits `X.scale_weight` (with a marker `scaled_fp8` in the file) or
 `X.weight_scale` (with `X.comfy_quant` or an entry in the file's metadata); values are the stored ones times the scale.
 `scale_input` and `input_scale` are for products of 8-bit numbers; here products are of the unpacked values.
 """
@@ -13,6 +13,7 @@ from pathlib import Path
 
 from ..checkpoint import DTYPES, Header, TensorEntry, short_path, show
 from ..errors import ModelError
+from ..gguf_file import is_block_type
 from ..packing import rows_of
 
 _KINDS = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
@@ -33,7 +34,7 @@ class PackedEntries:
     def __init__(self, path: Path, header: Header, prefix: str) -> None:
         self._path = path
         names = {name: entry for name, entry in header.tensors.items() if name.startswith(prefix)}
-        self._kinds = {name: _KINDS[entry.dtype] for name, entry in names.items() if entry.dtype in _KINDS}
+        self._kinds = {name: kind for name, entry in names.items() if (kind := _kind(entry.dtype)) is not None}
         self.beside = {name for name in names if name.rpartition(".")[2] in (*_SCALES, *_BESIDE, _MARKER)}
         self._kinds = {name: kind for name, kind in self._kinds.items() if name not in self.beside}
         self._scales: dict[str, tuple[str, TensorEntry]] = {}
@@ -41,8 +42,9 @@ class PackedEntries:
             self.beside = set()
             return
         plain = Counter[str]()
+        eight_bits = set(self._kinds.values()) <= set(_KINDS.values())  # GGUF keeps some of any model in float16
         for name, entry in names.items():
-            if entry.dtype in _COMPUTED_IN and name not in self.beside:
+            if eight_bits and entry.dtype in _COMPUTED_IN and name not in self.beside:
                 plain[entry.dtype] += entry.nbytes
         self.dtype = DTYPES[max(_COMPUTED_IN, key=lambda dtype: plain[dtype])][1] or ""
         self._find_scales(names)
@@ -88,3 +90,8 @@ class PackedEntries:
 
     def _error(self, what: str) -> ModelError:
         return ModelError(f"{short_path(self._path)} holds 8-bit weights, and {what}. {_ADVICE}")
+
+
+def _kind(dtype: str) -> str | None:
+    """Of the packing of a header's dtype; None for plain numbers, and for what can't be unpacked."""
+    return _KINDS.get(dtype) or (dtype if is_block_type(dtype) else None)

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint import Header, read_header, short_path, show
+from ..checkpoint import DTYPES, Header, read_header, short_path, show
 from ..errors import ModelError
+from ..gguf_file import SUFFIX, is_block_type, read_gguf_header
 from .layout import PartLayout, Shapes
 from .layouts import LAYOUTS
 from .near_misses import NEAR_MISSES
@@ -63,6 +64,8 @@ class FoundPart:
         for name, entry in below:
             if entry.dtype in _QUANTISED:
                 return f"{'scaled ' if scaled else ''}{_QUANTISED[entry.dtype]}"
+            if entry.dtype not in DTYPES and not is_block_type(entry.dtype):
+                return f"GGUF blocks of the type {entry.dtype}"
             if entry.dtype in ("I8", "U8", "I32") and name.endswith("weight"):
                 return f"{'scaled ' if scaled else 'packed '}whole numbers ({entry.dtype})"
         return None
@@ -71,35 +74,24 @@ class FoundPart:
 def open_file(path: str) -> tuple[Path, Header]:
     """A file by its absolute path, with its checked header.
 
-    Raises ModelError for one that is missing, damaged, no safetensors file, or one of several shards.
+    Raises ModelError for one that is missing, damaged, neither safetensors nor GGUF, or one of several shards.
     """
     if not path.strip() or "\0" in path:
-        raise ModelError(f"{show(path)} names no file. Give the path of a .safetensors file.")
+        raise ModelError(f"{show(path)} names no file. Give the path of a .safetensors or .gguf file.")
     try:
         file = Path(os.path.abspath(Path(path).expanduser()))
     except RuntimeError:
         raise ModelError(f"{show(path, 250)} names a home folder that isn't there. Give the full path.") from None
     if file.suffix.lower() in _PICKLES:
         raise ModelError(f"{short_path(file)} is a {file.suffix} file. {_NO_PICKLE}")
-    if file.suffix.lower() == ".gguf" or _begins(file, b"GGUF"):
-        raise ModelError(
-            f"{short_path(file)} is a GGUF file, whose packed weights can't be streamed yet. "
-            "Use the model's .safetensors file in bfloat16 or float16."
-        )
+    if file.suffix.lower() == SUFFIX:
+        return file, read_gguf_header(file)
     if re.search(r"-\d{5}-of-\d{5}\.safetensors$", file.name):
         raise ModelError(
             f"{short_path(file)} is one of several shards of a model. "
             "Give the folder of the whole model, or a file that holds all of it."
         )
     return file, read_header(file)
-
-
-def _begins(file: Path, magic: bytes) -> bool:
-    try:
-        with file.open("rb") as data:
-            return data.read(len(magic)) == magic
-    except OSError:
-        return False
 
 
 def find_parts(path: Path, header: Header) -> list[FoundPart]:

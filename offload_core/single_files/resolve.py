@@ -185,7 +185,7 @@ def _with_weights(part: TemplatePart, found: FoundPart, notes: list[str]) -> Com
     if packed:
         raise ModelError(
             f"{show(found.path.name)} holds {found.layout.title} as {packed}, which can't be unpacked. "
-            "Use the bfloat16, float16 or fp8 file of the model."
+            "Use the bfloat16, float16 or fp8 file of the model, or a GGUF of another type."
         )
     converted = convert(found.path, found.header, found.prefix, found.layout.rules(found.shapes))
     stored = _completed(part, converted.stored)
@@ -208,6 +208,7 @@ def _with_weights(part: TemplatePart, found: FoundPart, notes: list[str]) -> Com
         tensors=len(stored),
         stored=stored,
         described=part.directory is None,
+        absent=found.layout.absent,
     )
 
 

@@ -124,7 +124,7 @@ def _apply(
     if rule.how == "dropped":
         return
     if name not in packed:
-        dtype = DTYPES[entry.dtype][1]
+        dtype = DTYPES.get(entry.dtype, (0, None))[1]
         if dtype is None:
             what = f"{show(name)} of {short_path(path)} is of the dtype {entry.dtype}"
             raise ModelError(f"{what}, which torch doesn't have.")

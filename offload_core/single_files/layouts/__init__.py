@@ -8,6 +8,7 @@ from . import (
     flux,
     flux_relatives,
     language_models,
+    llama_cpp,
     other_transformers,
     sd3,
     text_encoders,
@@ -23,6 +24,7 @@ LAYOUTS: tuple[PartLayout, ...] = (
     *other_transformers.LAYOUTS,
     *text_encoders.LAYOUTS,
     *language_models.LAYOUTS,
+    *llama_cpp.LAYOUTS,
     *autoencoders.LAYOUTS,
     *wan_autoencoder.LAYOUTS,
 )
