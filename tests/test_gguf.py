@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import struct
 from dataclasses import replace
 from pathlib import Path
@@ -266,6 +268,21 @@ def test_blocks_that_cant_be_unpacked_are_refused_by_name(tmp_path: Path) -> Non
     writer.close()
     with pytest.raises(ModelError, match="as GGUF blocks of the type TQ1_0, which can't be unpacked"):
         po.load(packed)
+
+
+def test_text_part_alone_is_refused_for_a_model_that_shows_its_encoder_pictures(tmp_path: Path) -> None:
+    given = split_files("qwen_image", tmp_path)
+    configs = shutil.copytree(tiny_model("qwen_image"), tmp_path / "configs")
+    index = json.loads((configs / "model_index.json").read_text())
+    index |= {"_class_name": "QwenImageEditPipeline", "processor": ["transformers", "Qwen2VLProcessor"]}
+    (configs / "model_index.json").write_text(json.dumps(index))
+    shutil.copytree(configs / "tokenizer", configs / "processor")
+    weights = original_weights("qwen_image", "text_encoder")
+    names = llama_cpp_names(weights)
+    write_gguf(tmp_path / "packed.gguf", {new: weights[old] for old, new in names.items()}, "Q8_0")
+    blind = replace(given, encoders=(str(tmp_path / "packed.gguf"),), configs=str(configs))
+    with pytest.raises(ModelError, match="shows it pictures"):
+        po.load(blind)
 
 
 def test_list_knows_a_gguf_denoiser(tmp_path: Path) -> None:

@@ -58,6 +58,7 @@ def resolve_files(files: SplitFiles) -> ModelSource:
             components[name] = _with_weights(part, chosen[name], notes)
         else:
             components[name] = _without_weights(template, part, files, given)
+    _refuse_blind(template, components)
     library_class("diffusers", template.pipeline, f"The model {show(template.title)}")
     for component in components.values():
         component_class(component)
@@ -174,6 +175,17 @@ def _refuse_unused(template: Template, chosen: Mapping[str, FoundPart], parts: _
             held = " and ".join(dict.fromkeys(part.layout.title for as_what, part in parts if part.path == path))
             raise ModelError(
                 f"{show(path.name)}, given as {name}, holds {held} that {template.title} has no use for. Leave it out."
+            )
+
+
+def _refuse_blind(template: Template, components: Mapping[str, ComponentSource]) -> None:
+    """A model that shows pictures to its encoder can't do with a file that lacks the encoder's eyes."""
+    shown = any("Processor" in part.class_name for part in components.values())
+    for part in components.values():
+        if part.absent and shown:
+            raise ModelError(
+                f"{show(part.weight_files[0].name)} holds the text part of {template.title}'s {part.name} only, and "
+                "this model shows it pictures. Give the .safetensors file of the whole encoder, as encoder."
             )
 
 
