@@ -48,7 +48,8 @@ class Command:
 
 def main(argv: Sequence[str] | None = None, extra_commands: Iterable[Command] = ()) -> int:
     """Runs one command and returns its exit code. Argument errors leave through SystemExit(2), as argparse does."""
-    commands = {command.name: command for command in (GENERATE, DEMO, *extra_commands, PLAN, BENCH, PRESETS, PURGE)}
+    own = (PLAN, MODELS, BENCH, PRESETS, PURGE)
+    commands = {command.name: command for command in (GENERATE, DEMO, *extra_commands, *own)}
     words = sys.argv[1:] if argv is None else list(argv)
     args = _parser(commands.values(), words).parse_args(words)
     interrupt = InterruptFlag()
@@ -372,6 +373,24 @@ PRESETS = Command(
     _presets,
     has_report=False,
 )
+
+
+# --------------------------------------------------------------------------------------------------- models
+
+
+def _models_arguments(parser: argparse.ArgumentParser) -> None:
+    from . import _models_command
+
+    _models_command.add_arguments(parser)
+
+
+def _models(args: argparse.Namespace, terminal: Terminal) -> None:
+    from . import _models_command
+
+    _models_command.run(args, terminal)
+
+
+MODELS = Command("models", "list, fetch or check models", _models_arguments, _models, has_report=False)
 
 
 # -------------------------------------------------------------------------------------- parser, errors, exit

@@ -56,7 +56,7 @@ _CONFIG_NAMES = (
     "tokenizer_config.json",
 )
 # Files besides weights that change what a component does: configs, vocabularies, templates.
-_CONTENT_SUFFIXES = {".json", ".txt", ".model", ".jinja", ".tiktoken", ".vocab", ".bpe"}
+CONTENT_SUFFIXES = {".json", ".txt", ".model", ".jinja", ".tiktoken", ".vocab", ".bpe"}
 # diffusers loads these names as whatever class the component's config.json gives.
 _OPEN_CLASSES = {"AutoModel", "Transformer2DModel", "ModelMixin"}
 
@@ -328,7 +328,7 @@ def _existing_folder(model: str | os.PathLike[str]) -> Path:
         raise ModelError(f"There is no model folder {show(text, 250)}. Did you mean {near}?")
     advice = "Check the path."
     if re.fullmatch(r"[\w.-]+/[\w.-]+", text):
-        advice = f"If it is a Hub id: nothing is downloaded here; run `hf download {text} --local-dir FOLDER` first."
+        advice = f"If it is a Hub id: fetch it first, with `phase-offload models add {text}` or Download Model."
     raise ModelError(f"There is no model folder {show(text, 250)}. {advice}")
 
 
@@ -413,7 +413,7 @@ def _read_component(
         _refuse_code(folder, files[file], config)
     weights = _find_weights(folder, directory, library, class_name, files, configs)
     for path in files.values():
-        if path.suffix in _CONTENT_SUFFIXES:
+        if path.suffix in CONTENT_SUFFIXES:
             _refuse_pointer(folder, path)
             record.add_content(path)
     main_config = configs[min(configs, key=_config_rank)] if configs else None

@@ -59,6 +59,24 @@ def has_weight_files(names: Iterable[str]) -> bool:
     return any(_WEIGHTS.fullmatch(name) or _INDEX.fullmatch(name) or name.endswith(_PICKLES) for name in names)
 
 
+def choose_weight_names(names: Iterable[str], library: str, variant: str | None = None) -> tuple[list[str], list[str]]:
+    """Of a folder's file names those of the weights that a load would read, with their index, and those of other
+    weights (pickles, other variants and formats). variant: preferred where the folder has it."""
+    names = list(names)
+    bases = BASE_NAMES.get(library, ALL_BASE_NAMES)
+    candidates = _candidates({name: Path(name) for name in names}, bases)
+    wanted = [candidate for candidate in candidates if candidate.variant == variant]
+    best = wanted or [candidate for candidate in candidates if candidate.variant is None] or candidates
+    chosen: list[str] = []
+    for candidate in best[:1]:
+        whole = candidate.single if candidate.index is None else None
+        files = [whole] if whole is not None else [candidate.index, *candidate.shards]
+        chosen = [file.name for file in files if file is not None]
+    known = [name for name in names if _WEIGHTS.fullmatch(name) or _INDEX.fullmatch(name)]
+    others = {*known, *(name for name in names if name.endswith((*_PICKLES, *_OTHERS)))} - set(chosen)
+    return chosen, sorted(others)
+
+
 def find_weight_files(folder: ModelFolder, directory: Path, base_names: tuple[str, ...]) -> WeightFiles:
     """Decides which files hold the weights in `directory` and checks them, their index and their keys.
 

@@ -478,7 +478,7 @@ def test_hub_id_means_its_cached_copy(tmp_path: Path, monkeypatch: pytest.Monkey
     (repo / "snapshots").mkdir()
     (repo / "snapshots" / "abc").symlink_to(tiny_model("sd15"), target_is_directory=True)
     assert po.load("someone/tiny").pipeline == "StableDiffusionPipeline"
-    with pytest.raises(ModelError, match="hf download someone/other"):
+    with pytest.raises(ModelError, match="models add someone/other"):
         po.load("someone/other")
 
 
