@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from offload_core._memory_options import add_memory_arguments
@@ -68,6 +69,9 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a folder to look for the tokenizers of such models in, may be given again "
         f"(default: {DEFAULT_TOKENIZERS.as_posix()}, where ComfyUI has them, if it exists)",
     )
+    parser.add_argument(
+        "--allow-downloads", action="store_true", help="let Download Model nodes fetch models from the Hub"
+    )
     add_memory_arguments(
         parser, "They are for Load nodes that say auto; a node that says anything else keeps its own budget."
     )
@@ -102,6 +106,7 @@ def _run(args: argparse.Namespace, terminal: Terminal) -> None:
         runner = GraphRunner(
             host, output_dir=args.output_dir, input_dir=args.input_dir or args.graph.parent, cache="none"
         )
+        runner.state.defaults = replace(runner.state.defaults, downloads=args.allow_downloads)
         result = runner.run(prompt)
     for node_id, shown in result.ui.items():
         for text in shown.get("text", ()):

@@ -19,13 +19,14 @@ BUDGETS = ("device_memory", "host_memory")
 class Defaults:
     """preset: a name of PRESET_NAMES. device_memory, host_memory: what "auto" in a Load node stands for; "auto" is the
     preset's, or the engine's. warm: whether host copies of weights stay between prompts. prompt_cache: whether encoded
-    prompts are kept on disk."""
+    prompts are kept on disk. downloads: whether Download Model may fetch models."""
 
     preset: str = "plain"
     device_memory: str = "auto"
     host_memory: str = "auto"
     warm: bool = False
     prompt_cache: bool = False
+    downloads: bool = False
 
     def numbers(self) -> dict[str, Any]:
         """Fields of OffloadSettings that differ from their defaults."""

@@ -314,7 +314,7 @@ def _existing_folder(model: str | os.PathLike[str]) -> Path:
             what = "is neither a folder nor a file of weights"
             advice = "Give the folder that holds model_index.json, or a .safetensors file."
             raise ModelError(f"{show(text, 250)} {what}. {advice}")
-        snapshot = _cached_snapshot(text)
+        snapshot = cached_snapshot(text)
         if snapshot is not None:
             return snapshot
         siblings = [entry.name for entry in path.parent.iterdir() if entry.is_dir()] if path.parent.is_dir() else []
@@ -332,7 +332,7 @@ def _existing_folder(model: str | os.PathLike[str]) -> Path:
     raise ModelError(f"There is no model folder {show(text, 250)}. {advice}")
 
 
-def _cached_snapshot(text: str) -> Path | None:
+def cached_snapshot(text: str, revision: str | None = None) -> Path | None:
     """The folder of a Hub id in the Hub's cache on this machine; None if it isn't an id or isn't there."""
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", text):
         return None
@@ -340,7 +340,7 @@ def _cached_snapshot(text: str) -> Path | None:
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
-        folder = Path(snapshot_download(text, local_files_only=True))
+        folder = Path(snapshot_download(text, revision=revision, local_files_only=True))
     except (HFValidationError, LocalEntryNotFoundError):
         return None
     return folder if os.path.lexists(folder / "model_index.json") else None

@@ -74,7 +74,13 @@ class Engine:
         return [name for name, _ in self.calls]
 
     def load(
-        self, model: Any, *, device: str = "auto", dtype: str = "auto", settings: OffloadSettings | None = None
+        self,
+        model: Any,
+        *,
+        device: str = "auto",
+        dtype: str = "auto",
+        settings: OffloadSettings | None = None,
+        weight_storage: str = "as stored",
     ) -> Handle:
         settings = settings or OffloadSettings()
         self._note("load", model=str(model), device=device, dtype=dtype, settings=settings)

@@ -97,7 +97,8 @@ def test_generate_writes_a_picture_and_says_where(engine: FakeEngine, tmp_path: 
 
 def test_options_that_were_not_given_are_left_to_the_model(engine: FakeEngine):
     assert run(*GENERATE) == 0
-    assert engine.asked["load"] == {"model": "m", "device": "auto", "dtype": "auto", "settings": OffloadSettings()}
+    how = {"settings": OffloadSettings(), "weight_storage": "as stored"}
+    assert engine.asked["load"] == {"model": "m", "device": "auto", "dtype": "auto", **how}
     assert engine.asked["encode"] == ("a circle", None)
     assert engine.asked["denoise"] == {"seed": 0}
     assert engine.asked["decode"] == {"output_type": "pil", "tiling": "auto"}
@@ -107,7 +108,8 @@ def test_options_become_the_pipelines_own_arguments(engine: FakeEngine, tmp_path
     engine.handle.guidance_name = "true_cfg_scale"
     options = "--negative-prompt blur --width 96 --height 64 --steps 7 --guidance-scale 2.5 --seed 5 --num-images 2"
     assert run(*GENERATE, *options.split(), "--device", "cpu", "--dtype", "float32", "--tiling", "on") == 0
-    assert engine.asked["load"] == {"model": "m", "device": "cpu", "dtype": "float32", "settings": OffloadSettings()}
+    how = {"settings": OffloadSettings(), "weight_storage": "as stored"}
+    assert engine.asked["load"] == {"model": "m", "device": "cpu", "dtype": "float32", **how}
     assert engine.asked["encode"] == ("a circle", "blur")
     assert engine.asked["denoise"] == {
         "seed": 5,

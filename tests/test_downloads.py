@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -161,3 +162,40 @@ def test_models_are_added_listed_and_checked(hub: Hub, tmp_path: Path, capsys: p
     weights.write_bytes(weights.read_bytes()[:-10])
     assert main(["models", "check", str(broken)]) != 0
     assert "is cut short" in capsys.readouterr().err
+
+
+# --------------------------------------------------------------------------------------------------- the node
+
+
+def graph(**inputs: Any) -> dict[str, Any]:
+    given = {"model_id": "someone/tiny", "place": "hub cache", "download": False, "dtype": "auto", "device": "cpu"}
+    encode = {"model": ["1", 0], "prompt": "a", "negative_prompt": ""}
+    return {
+        "1": {"class_type": "PhaseOffloadDownloadModel", "inputs": given | inputs},
+        "2": {"class_type": "PhaseOffloadEncodePrompt", "inputs": encode},
+    }
+
+
+def test_node_shows_what_it_would_fetch_and_fetches_only_when_it_is_allowed_twice(hub: Hub, tmp_path: Path) -> None:
+    from phase_offload_nodes.graph_runner import GraphRunner
+    from phase_offload_nodes.local_host import LocalHost
+
+    roots = tmp_path / "models"
+    roots.mkdir()
+    runner = GraphRunner(LocalHost([roots]), output_dir=tmp_path / "out", input_dir=tmp_path)
+    only_node = {"1": graph()["1"]}
+    shown = runner.run(only_node).ui["1"]["text"][0]
+    assert "To fetch:" in shown and "Switch download on" in shown
+    with pytest.raises(Exception, match="because a graph that was shared could start them"):
+        runner.run(graph(download=True))
+    assert hub.fetched.keys() == {"model_index.json"}
+    runner.state.defaults = replace(runner.state.defaults, downloads=True)
+    for place in ("hub cache", "models/diffusers"):
+        result = runner.run(graph(download=True, place=place))
+        assert "fetched" in result.ui["1"]["text"][0]
+    assert (roots / "tiny" / "model_index.json").is_file()
+    sent = dict(hub.fetched)
+    again = runner.run(graph(download=True, place="models/diffusers"))
+    assert again.ui["1"]["text"] == ["someone/tiny: on this machine"] and hub.fetched == sent
+    with pytest.raises(Exception, match="is no id of the Hub"):
+        runner.run(graph(model_id="../up"))

@@ -224,9 +224,9 @@ def test_an_unusable_budget_is_one_sentence_when_load_runs(io: Any, state: PackS
 def test_inputs_that_came_later_are_optional_and_last(io: Any, state: PackState) -> None:
     """Saved workflows list the values of widgets by order, and saved API graphs lack the new names."""
     inputs = classes(state)["PhaseOffloadLoad"].define_schema().inputs
-    names = ["model", "dtype", "device", "device_memory", "host_memory", "warm", "settings"]
+    names = ["model", "dtype", "device", "device_memory", "host_memory", "warm", "settings", "weight_storage"]
     assert [spec.id for spec in inputs] == names
-    assert [spec.settings.get("optional", False) for spec in inputs] == [False] * 3 + [True] * 4
+    assert [spec.settings.get("optional", False) for spec in inputs] == [False] * 3 + [True] * 5
     assert [spec.settings["default"] for spec in inputs[3:6]] == ["auto", "auto", False]
     for spec in inputs[3:5]:
         for spelling in ("auto", "6GiB", "60%", "leave 2GiB"):

@@ -38,6 +38,8 @@ app.registerExtension({
       "Copies in RAM are the first to go when something else needs the room."),
     setting("prompt_cache", "PromptCache", "Keep encoded prompts on disk", "boolean", false,
       "A prompt that was encoded before needs no text encoder, also after a restart."),
+    setting("downloads", "Downloads", "Download Model may download", "boolean", false,
+      "Off, because a graph that was shared could start a download of many GB."),
   ],
 
   commands: [

@@ -9,6 +9,7 @@ from __future__ import annotations
 from ..schema import Node
 from . import (
     denoise,
+    download_model,
     encode_image,
     encode_prompt,
     load,
@@ -30,6 +31,7 @@ from . import (
 _MODULES = (
     load,
     load_files,
+    download_model,
     lora,
     settings,
     prompt_lines,
