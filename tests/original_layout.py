@@ -81,6 +81,13 @@ def wan_names(number: int, ups: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
     return dict.fromkeys(names, ())
 
 
+def ltx_names(encoder: str, decoder: str) -> dict[str, tuple[int, ...]]:
+    """The same for a VAE of LTX, of its blocks in order. r: a run of resnets, c: a resampling one, w: one that widens."""
+    inner = {"r": "res_blocks.0.x", "c": "conv.conv.weight", "w": "conv1.conv.weight"}
+    names = [f"encoder.down_blocks.{n}.{inner[kind]}" for n, kind in enumerate(encoder)]
+    return dict.fromkeys([*names, *(f"decoder.up_blocks.{n}.{inner[kind]}" for n, kind in enumerate(decoder))], ())
+
+
 _LEVELS = {"decoder.up.2.x": ()}
 #: By tiny family: the prefix and layout of each component, and names that the layout's rules ask for.
 Layouts = dict[str, tuple[str, str, dict[str, tuple[int, ...]]]]
@@ -129,6 +136,19 @@ TINY: dict[str, Layouts] = {
         "vae": ("vae.", "wan vae", wan_names(8, (2, 5))),
         "text_encoder": ("text_encoders.qwen25_7b.transformer.", "qwen2.5-vl", {}),
     },
+    "ltx": {
+        "transformer": ("model.diffusion_model.", "ltx", {}),
+        "vae": ("vae.", "ltx vae", ltx_names("rcwrcrrr", "rrrcrcr")),
+        "text_encoder": ("text_encoders.t5xxl.transformer.", "t5", {}),
+    },
+    "ltx2": {
+        "transformer": ("model.diffusion_model.", "ltx-2", {}),
+        "connectors": ("", "ltx-2 connectors, below 'model.diffusion_model.'", {}),
+        "vae": ("vae.", "ltx vae", ltx_names("rcr", "rcr")),
+        "audio_vae": ("audio_vae.", "ltx-2 sound vae", {}),
+        "vocoder": ("vocoder.", "ltx-2 vocoder", {}),
+        "text_encoder": ("text_encoders.gemma3_12b.transformer.", "gemma3", {}),
+    },
     "wan22_a14b": {
         "transformer": ("", "wan", {}),
         "transformer_2": ("", "wan", {}),
@@ -142,13 +162,20 @@ def original_weights(family: str, component: str) -> Weights:
     """A component of a tiny model under the names of its original layout, without a prefix."""
     folder = tiny_model(family) / component
     _, layout, needed = TINY[family][component]
-    return backwards(layout_rules(layout, needed), tiny_clip(folder) if "clip" in layout else component_weights(folder))
+    read = tiny_clip if "clip" in layout else tiny_gemma if "gemma3" in layout else component_weights
+    return backwards(layout_rules(layout, needed), read(folder))
 
 
 def tiny_clip(folder: Path) -> Weights:
     """A CLIP text encoder under the names that every file uses; transformers 5.6 saves it without the first part."""
     weights = component_weights(folder)
     return {name if name.startswith("text_") else f"text_model.{name}": tensor for name, tensor in weights.items()}
+
+
+def tiny_gemma(folder: Path) -> Weights:
+    """Gemma 3 under the names that transformers has in memory, from those that it saves."""
+    weights = component_weights(folder)
+    return {f"model.{name.replace('language_model.model.', 'language_model.')}": t for name, t in weights.items()}
 
 
 def checkpoint_parts(family: str) -> dict[str, Weights]:
@@ -205,6 +232,11 @@ FULL_SIZE["flux.2-klein-4b"] = {**TINY["flux2_klein"], "vae": ("vae.", "kl, FLUX
 FULL_SIZE["flux.2-klein-9b"] = FULL_SIZE["flux.2-klein-4b"]
 FULL_SIZE["z-image-turbo"] = {**TINY["z_image"], **_VAE}
 FULL_SIZE["qwen-image"] = {**TINY["qwen_image"], "vae": ("vae.", "wan vae", wan_names(15, (3, 7, 11)))}
+FULL_SIZE["ltx-video"] = {**TINY["ltx"], "vae": ("vae.", "ltx vae", ltx_names("rcwrcwrcrr", "rrcrwcrwcr"))}
+FULL_SIZE["ltx-video-0.9.1"] = {**TINY["ltx"], "vae": ("vae.", "ltx vae", ltx_names("rcwrcwrcrr", "rcrcrcr"))}
+FULL_SIZE["ltx-video-0.9.5"] = {**TINY["ltx"], "vae": ("vae.", "ltx vae", ltx_names("rcrcrcrcr", "rcrcrcr"))}
+FULL_SIZE["ltx-video-0.9.7"] = FULL_SIZE["ltx-video-0.9.5"]
+FULL_SIZE["ltx-2"] = {**TINY["ltx2"], "vae": FULL_SIZE["ltx-video-0.9.5"]["vae"]}
 
 
 def full_size_file(path: Path, family: str) -> Path:
@@ -245,6 +277,8 @@ def full_size_file(path: Path, family: str) -> Path:
 
 def _as_published(name: str, class_name: str) -> str:
     """The name in files, where transformers has another for the same weight by now."""
-    if class_name == "Qwen3Model":
+    if class_name in ("Qwen3Model", "Gemma2Model"):
         return f"model.{name}"
+    if class_name == "Gemma3ForConditionalGeneration":
+        return name
     return name.replace("model.language_model.", "model.").replace("model.visual.", "visual.")

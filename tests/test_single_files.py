@@ -362,7 +362,28 @@ def host_tokenizers(folder: Path) -> Path:
     _tokenizers.t5_tokenizer().save_pretrained(folder / "text_encoders" / "t5_tokenizer")
     _tokenizers.qwen_tokenizer().save_pretrained(folder / "text_encoders" / "qwen25_tokenizer")
     _tokenizers.qwen_tokenizer().save_pretrained(folder / "qwen3_tokenizer")
+    _tokenizers.gemma_tokenizer().save_pretrained(folder / "gemma2_tokenizer")
+    gemma3 = _tokenizers.gemma_tokenizer()
+    gemma3.add_special_tokens({"additional_special_tokens": ["<start_of_image>"]})
+    gemma3.save_pretrained(folder / "gemma3_tokenizer")
     return folder
+
+
+def add_umt5_tokenizer(folder: Path) -> Path:
+    """Which ComfyUI doesn't have. It is told from T5's by its size."""
+    from offload_core.known import _tokenizers
+
+    _tokenizers.t5_tokenizer().save_pretrained(folder / "umt5_tokenizer")
+    with (folder / "umt5_tokenizer" / "tokenizer.json").open("a") as file:
+        file.write(" " * 5_000_000)
+    return folder
+
+
+def _asked(family: str) -> str:
+    """What a person has to say: nothing, where files tell."""
+    from offload_core.single_files.template import ALIKE
+
+    return family if family in ALIKE else "auto"
 
 
 @pytest.mark.parametrize(
@@ -376,7 +397,8 @@ def test_published_checkpoint_needs_no_configs(family: str, tmp_path: Path) -> N
     from offload_core.phases._stored import bind_stored
 
     file = full_size_file(tmp_path / "model.safetensors", family)
-    source = resolve_files(SplitFiles(checkpoint=file, tokenizers=host_tokenizers(tmp_path / "comfy")))
+    tokenizers = add_umt5_tokenizer(host_tokenizers(tmp_path / "comfy"))
+    source = resolve_files(SplitFiles(checkpoint=file, family=_asked(family), tokenizers=tokenizers))
     model = known_model(family)
     assert model is not None and source.notes == (f"Recognised as {model.title}.",)
     assert source.pipeline_class == model.pipeline

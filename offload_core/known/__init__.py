@@ -58,8 +58,10 @@ class KnownMachine:
 def known_models() -> dict[str, KnownModel]:
     """All described models by name."""
     files = sorted((resources.files(__package__) / "models").iterdir(), key=lambda file: file.name)
-    found = [_model(json.loads(file.read_text("utf-8"))) for file in files if file.name.endswith(".json")]
-    return {model.name: model for model in found}
+    found = [json.loads(file.read_text("utf-8")) for file in files if file.name.endswith(".json")]
+    whole = {data["name"]: data for data in found if "like" not in data}
+    described = {data["name"]: whole.get(data["name"]) or _varied(whole[data["like"]], data) for data in found}
+    return {name: _model(data) for name, data in described.items()}
 
 
 @functools.cache
@@ -86,6 +88,23 @@ def known_machine(name: str) -> KnownMachine:
 def _named(name: str, among: dict[str, Any]) -> Any:
     wanted = name.strip().lower()
     return next((item for item in among.values() if wanted in (item.name, *map(str.lower, item.aliases))), None)
+
+
+def _varied(base: dict[str, Any], variant: dict[str, Any]) -> dict[str, Any]:
+    """A description that says only how a model differs from the one that it is like; a component it lacks is null."""
+    components = dict(base["components"])
+    for name, part in variant.get("components", {}).items():
+        before = components.get(name, {})
+        if part is not None and part.get("class", before.get("class")) == before.get("class"):
+            sizes = {key: value for key, value in before.items() if key != "published"}
+            part = {**sizes, **part, "config": {**before.get("config", {}), **part.get("config", {})}}
+        components[name] = part
+    return {
+        **base,
+        **variant,
+        "defaults": {**base["defaults"], **variant.get("defaults", {})},
+        "components": {name: part for name, part in components.items() if part is not None},
+    }
 
 
 def _model(data: dict[str, Any]) -> KnownModel:

@@ -15,6 +15,7 @@ from ..errors import ModelError
 from ..library_classes import library_class
 from ..model_source import ComponentSource, ModelSource, component_class
 from ..stored_weight import StoredWeight
+from .encoder_classes import as_held
 from .layouts import LAYOUTS
 from .recognise import FoundPart, find_parts, open_file, what_else
 from .rules import convert
@@ -55,7 +56,7 @@ def resolve_files(files: SplitFiles) -> ModelSource:
     notes: list[str] = []
     for name, part in template.parts.items():
         if name in chosen:
-            components[name] = _with_weights(part, chosen[name], notes)
+            components[name] = _with_weights(as_held(part, chosen[name]), chosen[name], notes)
         else:
             components[name] = _without_weights(template, part, files, given)
     _refuse_blind(template, components)
@@ -93,14 +94,20 @@ def _find(given: _Given) -> _Parts:
 
 
 def _choose(templates: list[Template], parts: _Parts, given: _Given) -> Template:
-    """The first template whose denoiser is among the parts; if there is none, an error that says how near it came."""
+    """The template whose denoiser is among the parts; of several, the first of those that most parts fit.
+
+    Releases of one model may differ only in their VAE. If there is none, an error says how near it came.
+    """
     misses: list[str] = []
+    fitting: list[Template] = []
     for template in templates:
         wanted = [part for part in template.parts.values() if any(_is_denoiser(found, part) for _, found in parts)]
         misfits = [found.misfit(part.config) for part in wanted[:1] for _, found in parts if _is_denoiser(found, part)]
         if None in misfits:
-            return template
+            fitting.append(template)
         misses += [f"it isn't {template.title}, because {misfit}" for misfit in misfits[:1]]
+    if fitting:
+        return max(fitting, key=lambda template: sum(_is_there(part, parts) for part in template.parts.values()))
     if misses:
         files = show(next(found.path.name for _, found in parts if found.layout.role == "denoiser"))
         what = f"{files} is near to what is known, but {'; '.join(dict.fromkeys(misses[:3]))}"
@@ -109,6 +116,10 @@ def _choose(templates: list[Template], parts: _Parts, given: _Given) -> Template
     held = " and ".join(dict.fromkeys(found.layout.title for _, found in parts))
     whose = templates[0].title if len(templates) == 1 else "a known model"
     raise ModelError(f"{files} holds {held}, but no denoiser of {whose}. Give one with it, as denoiser.")
+
+
+def _is_there(part: TemplatePart, parts: _Parts) -> bool:
+    return any(part.class_name in found.layout.classes and found.misfit(part.config) is None for _, found in parts)
 
 
 def _is_denoiser(found: FoundPart, part: TemplatePart) -> bool:
@@ -146,7 +157,7 @@ def _has_weights(part: TemplatePart) -> bool:
 
 def _described(part: TemplatePart) -> str:
     """A component in words that people use for it."""
-    config = part.config
+    config = part.config.get("text_config") or part.config
     width = config.get("hidden_size") or config.get("d_model")
     names = {
         ("CLIPTextModel", 768): "CLIP-L",
@@ -157,6 +168,8 @@ def _described(part: TemplatePart) -> str:
         ("Qwen3Model", 2560): "Qwen3-4B",
         ("Qwen3ForCausalLM", 2560): "Qwen3-4B",
         ("Qwen3ForCausalLM", 4096): "Qwen3-8B",
+        ("Gemma3ForConditionalGeneration", 3840): "Gemma 3 12B",
+        ("Gemma2Model", 2304): "Gemma 2 2B",
     }
     found = names.get((part.class_name, width)) if isinstance(width, int) else None
     return f"{found} ({part.name})" if found else f"a {part.class_name} ({part.name})"

@@ -33,6 +33,11 @@ FAMILIES = (
     "qwen-image",
     "wan2.1-t2v-1.3b",
     "wan2.2-t2v-a14b",
+    "ltx-2",
+    "ltx-video",
+    "ltx-video-0.9.1",
+    "ltx-video-0.9.5",
+    "ltx-video-0.9.7",
 )
 ALIKE = {"flux.1-kontext-dev": "flux.1-dev"}
 #: Parts that a pipeline can do without and single files don't have.

@@ -22,8 +22,8 @@ from ..errors import ModelError
 class TokenizerKind:
     """title: for sentences. classes: of transformers, without "Fast". encoders: what the names of the text encoders
     that it is for begin with, "" for any. folders: names that hosts and repositories give the folder. needs: sets of
-    files of which one must be there whole. mark: a token that tells it from another of its class. least_bytes: of its
-    largest file, where only the size of the vocabulary tells it from another."""
+    files of which one must be there whole. mark: a token that tells it from another of its class; unlike: one that the
+    other has. least_bytes: of its largest file, where only the size of the vocabulary tells it from another."""
 
     title: str
     classes: tuple[str, ...]
@@ -31,6 +31,7 @@ class TokenizerKind:
     folders: tuple[str, ...]
     needs: tuple[frozenset[str], ...]
     mark: str = ""
+    unlike: str = ""
     least_bytes: int = 0
 
 
@@ -46,6 +47,23 @@ KINDS = (
     # Qwen3's has tokens that Qwen2.5's hasn't. ComfyUI's folder has them, with Qwen2.5's chat template.
     TokenizerKind(
         "Qwen3's tokenizer", ("Qwen2Tokenizer",), "Qwen3", ("qwen3_tokenizer", "qwen25_tokenizer"), _BPE, "<think>"
+    ),
+    # Gemma 3's has tokens for pictures. ComfyUI keeps both as tensors in the files of the encoders.
+    TokenizerKind(
+        "Gemma 3's tokenizer",
+        ("GemmaTokenizer",),
+        "Gemma3",
+        ("gemma3_tokenizer", "gemma3"),
+        _PIECES,
+        "<start_of_image>",
+    ),
+    TokenizerKind(
+        "Gemma 2's tokenizer",
+        ("GemmaTokenizer",),
+        "Gemma2",
+        ("gemma2_tokenizer", "gemma2"),
+        _PIECES,
+        unlike="<start_of_image>",
     ),
     TokenizerKind("Qwen2.5's tokenizer", ("Qwen2Tokenizer",), "", ("qwen25_tokenizer", "qwen25"), _BPE),
 )
@@ -118,6 +136,8 @@ def _is_one(place: Path, kind: TokenizerKind) -> bool:
     if max(file.stat().st_size for file in files) < kind.least_bytes:
         return False
     if kind.mark and not any(_holds(place / name, kind.mark) for name in _SPECIAL):
+        return False
+    if kind.unlike and any(_holds(place / name, kind.unlike) for name in _SPECIAL):
         return False
     said = str(_read(place / "tokenizer_config.json").get("tokenizer_class") or "")
     return not said or said.removesuffix("Fast") in kind.classes

@@ -31,6 +31,7 @@ LAYOUTS = (
         classes=("Qwen3Model", "Qwen3ForCausalLM"),
         prefixes=("text_encoders.qwen3_4b.transformer.", "text_encoders.qwen3_8b.transformer.", ""),
         needs=("model.embed_tokens.weight", "model.layers.0.self_attn.q_norm.weight"),
+        lacks=("model.layers.0.pre_feedforward_layernorm.weight",),  # Gemma 3's
         rules=lambda shapes: (keep("model.{rest}"), keep("lm_head.weight"), drop("logit_scale")),
         sizes=_sizes,
     ),
