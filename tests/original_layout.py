@@ -82,10 +82,18 @@ def wan_names(number: int, ups: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
 
 
 def ltx_names(encoder: str, decoder: str) -> dict[str, tuple[int, ...]]:
-    """The same for a VAE of LTX, of its blocks in order. r: a run of resnets, c: a resampling one, w: one that widens."""
+    """The same for a VAE of LTX by its blocks in order. r: a run of resnets, c: a resampling one, w: a widening one."""
     inner = {"r": "res_blocks.0.x", "c": "conv.conv.weight", "w": "conv1.conv.weight"}
     names = [f"encoder.down_blocks.{n}.{inner[kind]}" for n, kind in enumerate(encoder)]
     return dict.fromkeys([*names, *(f"decoder.up_blocks.{n}.{inner[kind]}" for n, kind in enumerate(decoder))], ())
+
+
+def wan22_names(levels: int, last: int) -> dict[str, tuple[int, ...]]:
+    """The same for the VAE of Wan 2.2 5B: in each level but the last, `last` is the number of what resamples."""
+    halves = (("encoder", "downsamples", last), ("decoder", "upsamples", last + 1))
+    return dict.fromkeys(
+        (f"{half}.{name}.{level}.{name}.{number}.x" for half, name, number in halves for level in range(levels)), ()
+    )
 
 
 _LEVELS = {"decoder.up.2.x": ()}
@@ -149,6 +157,17 @@ TINY: dict[str, Layouts] = {
         "vocoder": ("vocoder.", "ltx-2 vocoder", {}),
         "text_encoder": ("text_encoders.gemma3_12b.transformer.", "gemma3", {}),
     },
+    "wan22_5b": {
+        "transformer": ("model.diffusion_model.", "wan", {}),
+        "vae": ("vae.", "wan 2.2 vae", wan22_names(4, 1)),
+        "text_encoder": ("text_encoders.umt5xxl.transformer.", "umt5", {}),
+    },
+    "wan22_i2v_a14b": {
+        "transformer": ("", "wan", {}),
+        "transformer_2": ("", "wan", {}),
+        "vae": ("", "wan vae", wan_names(11, (2, 5, 8))),
+        "text_encoder": ("", "umt5", {}),
+    },
     "wan22_a14b": {
         "transformer": ("", "wan", {}),
         "transformer_2": ("", "wan", {}),
@@ -202,6 +221,8 @@ def split_files(family: str, folder: Path) -> SplitFiles:
 
 # ------------------------------------------------------------------------------------- files of the published sizes
 
+TINY["ltx_timestep"] = TINY["ltx"]
+
 #: By known model: the prefix and layout of each component in one file, and names that the layout's rules ask for.
 FULL_SIZE: dict[str, Layouts] = {
     "sd1.5": {
@@ -237,10 +258,20 @@ FULL_SIZE["ltx-video-0.9.1"] = {**TINY["ltx"], "vae": ("vae.", "ltx vae", ltx_na
 FULL_SIZE["ltx-video-0.9.5"] = {**TINY["ltx"], "vae": ("vae.", "ltx vae", ltx_names("rcrcrcrcr", "rcrcrcr"))}
 FULL_SIZE["ltx-video-0.9.7"] = FULL_SIZE["ltx-video-0.9.5"]
 FULL_SIZE["ltx-2"] = {**TINY["ltx2"], "vae": FULL_SIZE["ltx-video-0.9.5"]["vae"]}
+_WAN = {**TINY["wan22_5b"], "vae": ("vae.", "wan vae", wan_names(15, (3, 7, 11)))}
+FULL_SIZE["wan2.1-t2v-1.3b"] = FULL_SIZE["wan2.1-t2v-14b"] = _WAN
+FULL_SIZE["wan2.2-ti2v-5b"] = {**_WAN, "vae": ("vae.", "wan 2.2 vae", wan22_names(4, 2))}
+FULL_SIZE["wan2.1-i2v-14b"] = {**_WAN, "image_encoder": ("", "clip vision", {})}
+FULL_SIZE["wan2.1-flf2v-14b"] = FULL_SIZE["wan2.1-i2v-14b"]
+FULL_SIZE["wan2.1-vace-1.3b"] = {**_WAN, "transformer": ("model.diffusion_model.", "wan vace", {})}
+FULL_SIZE["wan2.1-vace-14b"] = FULL_SIZE["wan2.1-vace-1.3b"]
 
 
-def full_size_file(path: Path, family: str) -> Path:
-    """A checkpoint with the names and shapes of a published model, in float16. Its data is a hole in the file."""
+def full_size_file(path: Path, family: str, *, apart: str = "") -> Path:
+    """A checkpoint with the names and shapes of a published model, in float16. Its data is a hole in the file.
+
+    Of all parts but the image encoder, which is never in it; or of the one part that is named.
+    """
     import json
 
     from offload_core.known import known_model
@@ -251,12 +282,16 @@ def full_size_file(path: Path, family: str) -> Path:
     assert model is not None
     shapes: dict[str, tuple[int, ...]] = {}
     for name, (prefix, layout, needed) in FULL_SIZE[family].items():
+        if name != apart if apart else name == "image_encoder":
+            continue
         part = model.components[name]
         source = ComponentSource(name, part["library"], part["class"], path.parent, part["config"], described=True)
         module = _skeleton(source, torch.float16, torch.device("cpu"))
         weights = {key: tensor.to("meta") for key, tensor in module.state_dict().items()}
         if "CLIP" in part["class"]:
-            weights = {key if key.startswith("text_") else f"text_model.{key}": t for key, t in weights.items()}
+            inner = "vision_model" if "Vision" in part["class"] else "text_model"
+            starts = (inner, "text_projection")
+            weights = {key if key.startswith(starts) else f"{inner}.{key}": t for key, t in weights.items()}
         weights.pop("encoder.embed_tokens.weight", None)  # tied to shared.weight
         weights = {_as_published(key, part["class"]): tensor for key, tensor in weights.items()}
         if part["config"].get("tie_word_embeddings"):

@@ -109,6 +109,8 @@ def _load_part(part: ComponentSource) -> Any:
     options = dict(part.config or {}) if part.described else {}
     if options and hasattr(cls, "from_config"):
         return cls.from_config(options)
+    if part.described and part.class_name.endswith("ImageProcessor"):  # numbers alone, no file
+        return cls(**options)
     return cls.from_pretrained(str(part.directory), local_files_only=True, **options)
 
 

@@ -15,7 +15,13 @@ from ._cold import cold_like
 
 # What releases of transformers call one module: (in the files of one, in another). CLIPTextModel was flattened in 5.6;
 # the language part of vision models moved in 4.52.
-_MOVED = (("text_model.", ""), ("model.", "model.language_model."), ("visual.", "model.visual."), ("model.", ""))
+_MOVED = (
+    ("text_model.", ""),
+    ("vision_model.", ""),
+    ("model.", "model.language_model."),
+    ("visual.", "model.visual."),
+    ("model.", ""),
+)
 
 
 def bind_stored(module: nn.Module, source: ComponentSource) -> dict[str, StoredWeight]:

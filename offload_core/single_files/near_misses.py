@@ -38,7 +38,4 @@ NEAR_MISSES = (
     NearMiss("is a Stable Cascade model, which isn't known here", _FOLDER, ("clip_txt_mapper.",)),
     NearMiss("is a HunyuanVideo model, which isn't known here as a file", _FOLDER, ("individual_token_refiner.",)),
     NearMiss("is an AuraFlow model, which isn't known here as a file", _FOLDER, ("double_layers.0.attn.w2q",)),
-    NearMiss(
-        "is the VAE of Wan 2.2 5B, which isn't known here as a file", _FOLDER, ("decoder.upsamples.0.upsamples.",)
-    ),
 )

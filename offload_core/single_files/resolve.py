@@ -107,7 +107,7 @@ def _choose(templates: list[Template], parts: _Parts, given: _Given) -> Template
             fitting.append(template)
         misses += [f"it isn't {template.title}, because {misfit}" for misfit in misfits[:1]]
     if fitting:
-        return max(fitting, key=lambda template: sum(_is_there(part, parts) for part in template.parts.values()))
+        return max(fitting, key=lambda known: sum(_is_there(known, part, parts) for part in known.parts.values()))
     if misses:
         files = show(next(found.path.name for _, found in parts if found.layout.role == "denoiser"))
         what = f"{files} is near to what is known, but {'; '.join(dict.fromkeys(misses[:3]))}"
@@ -118,8 +118,16 @@ def _choose(templates: list[Template], parts: _Parts, given: _Given) -> Template
     raise ModelError(f"{files} holds {held}, but no denoiser of {whose}. Give one with it, as denoiser.")
 
 
-def _is_there(part: TemplatePart, parts: _Parts) -> bool:
-    return any(part.class_name in found.layout.classes and found.misfit(part.config) is None for _, found in parts)
+def _is_there(template: Template, part: TemplatePart, parts: _Parts) -> bool:
+    return any(found.misfit(part.config) is None for found in _of_its_kind(template, part, parts))
+
+
+def _of_its_kind(template: Template, part: TemplatePart, parts: _Parts) -> list[FoundPart]:
+    """The parts that a component might be made of; of two denoisers each takes what was given for it."""
+    found = [(given, found) for given, found in parts if part.class_name in found.layout.classes]
+    if _SECOND in template.parts and part.class_name == template.parts[_SECOND].class_name:
+        found = [(given, part_) for given, part_ in found if (given == "denoiser_2") == (part.name == _SECOND)]
+    return [part_ for _, part_ in found]
 
 
 def _is_denoiser(found: FoundPart, part: TemplatePart) -> bool:
@@ -130,19 +138,18 @@ def _assign(template: Template, parts: _Parts) -> dict[str, FoundPart]:
     """The part that each component with weights is made of. Parts given by themselves go before the checkpoint's."""
     chosen: dict[str, FoundPart] = {}
     for name, part in template.parts.items():
-        fitting = [(given, found) for given, found in parts if part.class_name in found.layout.classes]
         if not _has_weights(part):
             continue
-        if _SECOND in template.parts and part.class_name == template.parts[_SECOND].class_name:
-            fitting = [(given, found) for given, found in fitting if (given == "denoiser_2") == (name == _SECOND)]
-        fits = [found for _, found in fitting if found.misfit(part.config) is None]
+        fitting = _of_its_kind(template, part, parts)
+        fits = [found for found in fitting if found.misfit(part.config) is None]
         if fits:
             chosen[name] = fits[0]
             continue
         what = f"{template.title} needs {_described(part)}"
         if not fitting:
-            raise ModelError(f"{what}, which none of the files holds. Give it, too, as {_how_to_give(part)}.")
-        found = fitting[0][1]
+            hint = f" {template.looks_like}" if name == _SECOND and template.looks_like else ""
+            raise ModelError(f"{what}, which none of the files holds. Give it, too, as {_how_to_give(part)}.{hint}")
+        found = fitting[0]
         raise ModelError(
             f"{what}, and what {show(found.path.name)} holds is another: {found.misfit(part.config)}. "
             f"Give the right file as {_how_to_give(part)}."
@@ -256,7 +263,8 @@ def _without_weights(template: Template, part: TemplatePart, files: SplitFiles, 
             f"{template.title} has a part that isn't known as a file: {part.name}, a {show(part.class_name)}. "
             "Use the model's diffusers folder."
         )
-    if "Tokenizer" in part.class_name or "Processor" in part.class_name:
+    described = part.directory is None and part.class_name.endswith("ImageProcessor")
+    if not described and _has_files(part.class_name):
         own = part.directory is not None and part.directory.is_dir() and any(part.directory.iterdir())
         if own and part.directory is not None:
             return ComponentSource(part.name, part.library, part.class_name, part.directory)
@@ -296,10 +304,14 @@ def _fingerprint(template: Template, components: Mapping[str, ComponentSource], 
 
 def _small_files(directory: Path, part: ComponentSource) -> list[Path]:
     """The files of a tokenizer or scheduler that has a folder of its own."""
-    if part.described and not ("Tokenizer" in part.class_name or "Processor" in part.class_name):
+    if part.described and (part.class_name.endswith("ImageProcessor") or not _has_files(part.class_name)):
         return []
     kinds = (".json", ".txt", ".model", ".jinja")
     return sorted(path for path in directory.iterdir() if path.suffix in kinds and path.is_file())
+
+
+def _has_files(class_name: str) -> bool:
+    return "Tokenizer" in class_name or "Processor" in class_name
 
 
 def _digest(file: Path) -> str:

@@ -33,15 +33,23 @@ FAMILIES = (
     "qwen-image",
     "wan2.1-t2v-1.3b",
     "wan2.2-t2v-a14b",
+    "wan2.1-t2v-14b",
+    "wan2.2-ti2v-5b",
+    "wan2.1-i2v-14b",
+    "wan2.1-flf2v-14b",
+    "wan2.2-i2v-a14b",
+    "wan2.1-vace-1.3b",
+    "wan2.1-vace-14b",
     "ltx-2",
     "ltx-video",
     "ltx-video-0.9.1",
     "ltx-video-0.9.5",
     "ltx-video-0.9.7",
 )
-ALIKE = {"flux.1-kontext-dev": "flux.1-dev"}
-#: Parts that a pipeline can do without and single files don't have.
+ALIKE = {"flux.1-kontext-dev": "flux.1-dev", "wan2.1-t2v-14b": "wan2.2-t2v-a14b"}
+#: Parts that a pipeline can do without and single files don't have, but for pipelines that see through an encoder.
 _LEFT_OUT = {"safety_checker", "feature_extractor", "image_encoder", "image_processor"}
+_SEEING = {"WanImageToVideoPipeline": {"image_encoder", "image_processor"}}
 
 
 @dataclass(frozen=True)
@@ -58,7 +66,8 @@ class TemplatePart:
 
 @dataclass(frozen=True)
 class Template:
-    """title: for sentences. defaults: arguments of the pipeline's call. folder: the one it was read from, if any."""
+    """title: for sentences. defaults: arguments of the pipeline's call. folder: the one it was read from, if any.
+    looks_like: a sentence on models whose denoiser looks the same."""
 
     title: str
     pipeline: str
@@ -66,6 +75,7 @@ class Template:
     options: dict[str, Any] = field(repr=False)
     defaults: dict[str, Any] = field(repr=False)
     folder: ModelFolder | None = field(default=None, repr=False)
+    looks_like: str = field(default="", repr=False)
 
 
 def known_templates(family: str) -> list[Template]:
@@ -87,10 +97,13 @@ def _described(model: KnownModel) -> Template:
     parts = {
         name: TemplatePart(name, part["library"], part["class"], part.get("config") or {})
         for name, part in model.components.items()
-        if name not in _LEFT_OUT
+        if name not in _left_out(model.pipeline)
     }
     options = {name: value for name, value in model.options.items() if value is not None}
-    return Template(model.title, model.pipeline, parts, _without_checker(options), dict(model.defaults))
+    others = [name for name, first in ALIKE.items() if first == model.name]
+    looks_like = f"If it is another model that looks the same, name it (--family {others[0]})." if others else ""
+    defaults = dict(model.defaults)
+    return Template(model.title, model.pipeline, parts, _without_checker(options), defaults, looks_like=looks_like)
 
 
 def folder_template(path: str) -> Template:
@@ -100,11 +113,14 @@ def folder_template(path: str) -> Template:
         raise ModelError(f"There is no folder {show(path, 250)} to take configs from. Check the path.")
     index_path = folder.root / "model_index.json"
     index = folder.read_json(index_path)
+    pipeline = index.get("_class_name")
+    if not isinstance(pipeline, str):
+        raise folder.error(index_path, "doesn't name a pipeline class (_class_name)", "Give another folder.")
     parts: dict[str, TemplatePart] = {}
     options: dict[str, Any] = {}
     value: Any
     for name, value in index.items():
-        if name.startswith("_") or name in _LEFT_OUT:
+        if name.startswith("_") or name in _left_out(pipeline):
             continue
         if not (isinstance(value, list) and len(value) == 2):
             options[name] = value
@@ -113,10 +129,11 @@ def folder_template(path: str) -> Template:
             config = directory / "config.json"
             known = folder.read_json(config) if config.is_file() else {}
             parts[name] = TemplatePart(name, value[0], value[1], known, directory)
-    pipeline = index.get("_class_name")
-    if not isinstance(pipeline, str):
-        raise folder.error(index_path, "doesn't name a pipeline class (_class_name)", "Give another folder.")
     return Template(folder.name, pipeline, parts, _without_checker(options), {}, folder)
+
+
+def _left_out(pipeline: str) -> set[str]:
+    return _LEFT_OUT - _SEEING.get(pipeline, set())
 
 
 def _without_checker(options: dict[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,10 @@ from . import (
     sd3,
     text_encoders,
     unet,
+    vision_encoders,
+    wan22_autoencoder,
     wan_autoencoder,
+    wan_vace,
 )
 
 LAYOUTS: tuple[PartLayout, ...] = (
@@ -25,12 +28,15 @@ LAYOUTS: tuple[PartLayout, ...] = (
     *flux_relatives.LAYOUTS,
     *sd3.LAYOUTS,
     *other_transformers.LAYOUTS,
+    *wan_vace.LAYOUTS,
     *ltx.LAYOUTS,
     *text_encoders.LAYOUTS,
     *language_models.LAYOUTS,
     *llama_cpp.LAYOUTS,
     *gemma.LAYOUTS,
+    *vision_encoders.LAYOUTS,
     *autoencoders.LAYOUTS,
     *wan_autoencoder.LAYOUTS,
+    *wan22_autoencoder.LAYOUTS,
     *ltx_autoencoder.LAYOUTS,
 )

@@ -46,7 +46,8 @@ def _qwen_image_sizes(config: Mapping[str, Any]) -> Sizes:
     }
 
 
-def _wan(_: Shapes) -> Iterator[Rule]:
+def wan_rules(_: Shapes) -> Iterator[Rule]:
+    """Of Wan's transformer, with and without what sees a picture."""
     embed = "condition_embedder"
     for old, new in (("time_embedding", "time_embedder"), ("text_embedding", "text_embedder")):
         for place, number in ((0, 1), (2, 2)):
@@ -55,6 +56,7 @@ def _wan(_: Shapes) -> Iterator[Rule]:
     image = {"proj.0": "norm1", "proj.1": "ff.net.0.proj", "proj.3": "ff.net.2", "proj.4": "norm2"}
     for old, new in image.items():
         yield rename(f"img_emb.{old}.{{p}}", f"{embed}.image_embedder.{new}.{{p}}")
+    yield rename("img_emb.emb_pos", f"{embed}.image_embedder.pos_embed")
     for old, new in (("self_attn", "attn1"), ("cross_attn", "attn2")):
         here, there = f"blocks.{{n}}.{old}", f"blocks.{{n}}.{new}"
         for x in "qkv":
@@ -73,13 +75,17 @@ def _wan(_: Shapes) -> Iterator[Rule]:
     yield keep("patch_embedding.{p}")
 
 
-def _wan_sizes(config: Mapping[str, Any]) -> Sizes:
+def wan_sizes(config: Mapping[str, Any]) -> Sizes:
+    """Of Wan's transformer; what it has for a picture only if its config says so."""
     width, layers = config["num_attention_heads"] * config["attention_head_dim"], config["num_layers"]
+    image, places = config.get("image_dim"), config.get("pos_embed_seq_len")
     return {
         "patch_embedding.weight": (width, config["in_channels"], *config["patch_size"]),
         "blocks.0.ffn.0.weight": (config["ffn_dim"], width),
         f"blocks.{layers - 1}.self_attn.o.weight": (width, width),
         f"blocks.{layers}.self_attn.o.weight": None,
+        "img_emb.proj.1.weight": (image, image) if image else None,
+        "img_emb.emb_pos": (1, places, image) if image and places else None,
     }
 
 
@@ -115,8 +121,8 @@ LAYOUTS = (
         classes=("WanTransformer3DModel",),
         prefixes=DENOISER_PREFIXES,
         needs=("blocks.0.self_attn.norm_q.weight", "head.modulation", "patch_embedding.weight"),
-        rules=_wan,
-        sizes=_wan_sizes,
+        rules=wan_rules,
+        sizes=wan_sizes,
         lacks=("vace_blocks.0.after_proj.weight", "face_adapter.fuser_blocks.0.k_norm.weight"),
     ),
 )

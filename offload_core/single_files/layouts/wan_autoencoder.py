@@ -22,15 +22,22 @@ _RESNET = {
 }
 
 
-def _rules(shapes: Shapes) -> Iterator[Rule]:
+def outer_rules() -> Iterator[Rule]:
+    """Of what isn't in a level, which Wan 2.2's has, too."""
     for half in ("encoder", "decoder"):
         yield rename(f"{half}.conv1.{{p}}", f"{half}.conv_in.{{p}}")
         for old, new in ((0, 0), (2, 1)):
-            yield from _resnet(f"{half}.middle.{old}", f"{half}.mid_block.resnets.{new}")
+            yield from resnet_rules(f"{half}.middle.{old}", f"{half}.mid_block.resnets.{new}")
         yield rename(f"{half}.middle.1.{{rest}}", f"{half}.mid_block.attentions.0.{{rest}}")
         yield rename(f"{half}.head.0.gamma", f"{half}.norm_out.gamma")
         yield rename(f"{half}.head.2.{{p}}", f"{half}.conv_out.{{p}}")
-    yield from _resnet("encoder.downsamples.{n}", "encoder.down_blocks.{n}")
+    yield rename("conv1.{p}", "quant_conv.{p}")
+    yield rename("conv2.{p}", "post_quant_conv.{p}")
+
+
+def _rules(shapes: Shapes) -> Iterator[Rule]:
+    yield from outer_rules()
+    yield from resnet_rules("encoder.downsamples.{n}", "encoder.down_blocks.{n}")
     yield rename("encoder.downsamples.{n}.{rest}", "encoder.down_blocks.{n}.{rest}")
     number = count(shapes, "decoder.upsamples.")
     ups = [n for n in range(number) if f"decoder.upsamples.{n}.resample.1.weight" in shapes]
@@ -41,12 +48,11 @@ def _rules(shapes: Shapes) -> Iterator[Rule]:
         if n in ups:
             yield rename(f"{here}.{{rest}}", f"{block}.upsamplers.0.{{rest}}")
         else:
-            yield from _resnet(here, f"{block}.resnets.{layer}")
-    yield rename("conv1.{p}", "quant_conv.{p}")
-    yield rename("conv2.{p}", "post_quant_conv.{p}")
+            yield from resnet_rules(here, f"{block}.resnets.{layer}")
 
 
-def _resnet(old: str, new: str) -> Iterator[Rule]:
+def resnet_rules(old: str, new: str) -> Iterator[Rule]:
+    """Of one resnet."""
     for inner, name in _RESNET.items():
         yield rename(f"{old}.{inner}", f"{new}.{name}")
 
