@@ -265,6 +265,9 @@ FULL_SIZE["wan2.1-i2v-14b"] = {**_WAN, "image_encoder": ("", "clip vision", {})}
 FULL_SIZE["wan2.1-flf2v-14b"] = FULL_SIZE["wan2.1-i2v-14b"]
 FULL_SIZE["wan2.1-vace-1.3b"] = {**_WAN, "transformer": ("model.diffusion_model.", "wan vace", {})}
 FULL_SIZE["wan2.1-vace-14b"] = FULL_SIZE["wan2.1-vace-1.3b"]
+for _like in ("sd1.5", "sdxl"):
+    FULL_SIZE[f"{_like}-inpainting"] = FULL_SIZE[_like]
+FULL_SIZE["flux.1-fill-dev"] = FULL_SIZE["flux.1-control-dev"] = FULL_SIZE["flux.1-dev"]
 
 
 def full_size_file(path: Path, family: str, *, apart: str = "") -> Path:
