@@ -101,8 +101,9 @@ class ModelList:
         self._models = model_list.list_models(roots)
         if self._files is None:
             from offload_core.single_files import ModelFiles
+            from offload_core.small_files import cache_folder
 
-            self._files = ModelFiles()
+            self._files = ModelFiles(cache_folder() / "model_files.json")
         files = self._files.list(below)
         self._checkpoints = {CHECKPOINTS + name: file.path for name, file in files.items() if file.is_whole}
         self._seen, self._walked_s = changed, time.monotonic()

@@ -18,6 +18,7 @@ from ..checkpoint import MAX_HEADER_BYTES, Header, TensorEntry
 from ..errors import ModelError
 from ..gguf_file import SUFFIX, read_gguf_header
 from ..known import known_models
+from .kept_looks import Looks, keep_looks, kept_looks
 from .recognise import find_parts
 from .template import ALIKE, FAMILIES
 
@@ -48,10 +49,14 @@ class ListedFile:
 
 
 class ModelFiles:
-    """Files below folders, with what was seen in their headers. Keep one for as long as lists are asked for."""
+    """Files below folders, with what was seen in their headers. Keep one for as long as lists are asked for.
 
-    def __init__(self) -> None:
-        self._seen: dict[Path, tuple[int, int, ListedFile]] = {}
+    kept_in: a small file to keep it in from one start of the program to the next, too; damage to it does no harm.
+    """
+
+    def __init__(self, kept_in: Path | None = None) -> None:
+        self._kept_in = kept_in
+        self._seen: Looks | None = None if kept_in else {}
 
     def list(self, roots: Iterable[str | os.PathLike[str]]) -> dict[str, ListedFile]:
         """Every file by its name: the path below its root, with "/". If two roots have one name, the first wins.
@@ -59,7 +64,10 @@ class ModelFiles:
         Files that can't be read or are damaged are listed without a role, so that choosing one says what is wrong.
         """
         found: dict[str, ListedFile] = {}
-        seen: dict[Path, tuple[int, int, ListedFile]] = {}
+        seen: Looks = {}
+        if self._seen is None:
+            self._seen = kept_looks(self._kept_in) if self._kept_in else {}
+        anew = False
         for root in roots:
             for name, entry in _below(Path(root)):
                 if name in found:
@@ -67,9 +75,11 @@ class ModelFiles:
                 path, status = Path(entry.path), entry.stat()
                 known = self._seen.get(path)
                 if known is None or known[:2] != (status.st_size, status.st_mtime_ns):
-                    known = (status.st_size, status.st_mtime_ns, _look_at(path))
+                    known, anew = (status.st_size, status.st_mtime_ns, _look_at(path)), True
                 found[name], seen[path] = known[2], known
         self._seen = seen
+        if anew and self._kept_in:
+            keep_looks(self._kept_in, seen)
         return dict(sorted(found.items(), key=lambda item: item[0].casefold()))
 
 
