@@ -21,6 +21,7 @@ FILE_FOLDERS = {
     "checkpoints": ("checkpoints",),
     "diffusion_models": ("unet", "diffusion_models"),
     "text_encoders": ("text_encoders", "clip"),
+    "clip_vision": ("clip_vision",),
     "vae": ("vae",),
 }
 

@@ -36,6 +36,7 @@ class ModelList:
         self._files: ModelFiles | None = None  # made when it is asked for: it needs torch
         self._models: dict[str, Path] = {}
         self._checkpoints: dict[str, Path] = {}
+        self._unknown: dict[str, Path] = {}  # files that aren't listed because nothing known was found in them
         self._seen: dict[Path, int] | None = None  # root -> time of its last change, at the last walk
         self._walked_s = 0.0
 
@@ -78,6 +79,8 @@ class ModelList:
         folders, files = self.folders(), self._single_files()
         if name in files:
             return files[name]
+        if name in self._unknown:
+            return self._unknown[name]  # whoever loads it says what is wrong with it
         if any(folder.startswith(CHECKPOINTS) for folder in folders):
             return None
         near = model_list.near_names(name, (*folders, *files))
@@ -106,6 +109,7 @@ class ModelList:
             self._files = ModelFiles(cache_folder() / "model_files.json")
         files = self._files.list(below)
         self._checkpoints = {CHECKPOINTS + name: file.path for name, file in files.items() if file.is_whole}
+        self._unknown = {CHECKPOINTS + name: file.path for name, file in files.items() if not file.roles}
         self._seen, self._walked_s = changed, time.monotonic()
 
 

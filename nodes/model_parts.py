@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 
 ENDINGS = (".safetensors", ".sft", ".gguf")  # GGUF files are listed here though ComfyUI's own lists leave them out
+CLIP_VISION = "clip_vision/"  # what names of encoders that see a picture begin with
 
 
 class ModelPartFiles:
@@ -28,7 +29,9 @@ class ModelPartFiles:
         self._denoisers = FileList(
             "denoiser", ENDINGS, places(("", "diffusion_models"), (CHECKPOINTS, "checkpoints")), mark_first=True
         )
-        self._encoders = FileList("text encoder", ENDINGS, places(("", "text_encoders")))
+        self._encoders = FileList(
+            "text encoder", ENDINGS, places(("", "text_encoders"), (CLIP_VISION, "clip_vision")), mark_first=True
+        )
         self._vaes = FileList("VAE", ENDINGS, places(("", "vae")))
 
     def choices(self) -> dict[str, Callable[[], list[str]]]:

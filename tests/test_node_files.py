@@ -20,7 +20,7 @@ from phase_offload_nodes.graph_runner import GraphRunner
 from phase_offload_nodes.model_list import ModelList
 from staging import tiny_model
 
-KINDS = ("checkpoints", "diffusion_models", "text_encoders", "vae")
+KINDS = ("checkpoints", "diffusion_models", "text_encoders", "clip_vision", "vae")
 
 
 @pytest.fixture
@@ -86,6 +86,13 @@ def test_whole_checkpoints_are_listed_after_the_folders(runner: GraphRunner, tmp
     denoisers = runner.state.choices("denoisers")
     assert set(denoisers) == {f"checkpoints/{name}.safetensors" for name in ("broken", "more/whole", "unet")}
     assert runner.state.choices("encoders_or_none") == ["none"]
+
+
+def test_encoders_that_see_are_listed_after_those_that_read(runner: GraphRunner, tmp_path: Path) -> None:
+    """Under a name that says so, because the folders may hold files of one name."""
+    for kind in ("clip_vision", "text_encoders"):
+        (tmp_path / kind / "clip.safetensors").write_bytes(b"")
+    assert set(runner.state.choices("encoders_or_none")) == {"none", "clip.safetensors", "clip_vision/clip.safetensors"}
 
 
 def test_folder_goes_before_a_file_of_the_same_name(tmp_path: Path) -> None:
