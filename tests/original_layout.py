@@ -88,6 +88,11 @@ def ltx_names(encoder: str, decoder: str) -> dict[str, tuple[int, ...]]:
     return dict.fromkeys([*names, *(f"decoder.up_blocks.{n}.{inner[kind]}" for n, kind in enumerate(decoder))], ())
 
 
+def lumina_names(width: int, rows: int) -> dict[str, tuple[int, ...]]:
+    """The shapes of Lumina 2 that tell how rows are dealt."""
+    return {"layers.0.attention.qkv.weight": (rows, width), "layers.0.attention.out.weight": (width, width)}
+
+
 def wan22_names(levels: int, last: int) -> dict[str, tuple[int, ...]]:
     """The same for the VAE of Wan 2.2 5B: in each level but the last, `last` is the number of what resamples."""
     halves = (("encoder", "downsamples", last), ("decoder", "upsamples", last + 1))
@@ -157,6 +162,17 @@ TINY: dict[str, Layouts] = {
         "vocoder": ("vocoder.", "ltx-2 vocoder", {}),
         "text_encoder": ("text_encoders.gemma3_12b.transformer.", "gemma3", {}),
     },
+    "lumina2": {
+        "transformer": ("model.diffusion_model.", "lumina-2", lumina_names(32, 64)),
+        "vae": ("vae.", "kl", {"decoder.up.3.x": ()}),
+        "text_encoder": ("text_encoders.gemma2_2b.transformer.", "gemma2", {}),
+    },
+    "hunyuan_video": {
+        "transformer": ("model.diffusion_model.", "hunyuan-video", {}),
+        "vae": ("vae.", "hunyuan-video vae", {}),
+        "text_encoder": ("text_encoders.llama.transformer.", "llama", {}),
+        "text_encoder_2": ("text_encoders.clip_l.transformer.", "clip", {}),
+    },
     "wan22_5b": {
         "transformer": ("model.diffusion_model.", "wan", {}),
         "vae": ("vae.", "wan 2.2 vae", wan22_names(4, 1)),
@@ -181,6 +197,8 @@ def original_weights(family: str, component: str) -> Weights:
     """A component of a tiny model under the names of its original layout, without a prefix."""
     folder = tiny_model(family) / component
     _, layout, needed = TINY[family][component]
+    if layout in ("gemma2", "llama"):
+        return {f"model.{name}": tensor for name, tensor in component_weights(folder).items()}
     read = tiny_clip if "clip" in layout else tiny_gemma if "gemma3" in layout else component_weights
     return backwards(layout_rules(layout, needed), read(folder))
 
@@ -265,6 +283,17 @@ FULL_SIZE["wan2.1-i2v-14b"] = {**_WAN, "image_encoder": ("", "clip vision", {})}
 FULL_SIZE["wan2.1-flf2v-14b"] = FULL_SIZE["wan2.1-i2v-14b"]
 FULL_SIZE["wan2.1-vace-1.3b"] = {**_WAN, "transformer": ("model.diffusion_model.", "wan vace", {})}
 FULL_SIZE["wan2.1-vace-14b"] = FULL_SIZE["wan2.1-vace-1.3b"]
+FULL_SIZE["lumina-2"] = {
+    **TINY["lumina2"],
+    **_VAE,
+    "transformer": ("model.diffusion_model.", "lumina-2", lumina_names(2304, 3840)),
+}
+FULL_SIZE["auraflow"] = {
+    **_VAE,
+    "transformer": ("model.", "auraflow", {}),
+    "text_encoder": ("text_encoders.pile_t5xl.transformer.", "umt5", {}),
+}
+FULL_SIZE["hunyuanvideo"] = TINY["hunyuan_video"]
 for _like in ("sd1.5", "sdxl"):
     FULL_SIZE[f"{_like}-inpainting"] = FULL_SIZE[_like]
 FULL_SIZE["flux.1-fill-dev"] = FULL_SIZE["flux.1-control-dev"] = FULL_SIZE["flux.1-dev"]
@@ -315,7 +344,7 @@ def full_size_file(path: Path, family: str, *, apart: str = "") -> Path:
 
 def _as_published(name: str, class_name: str) -> str:
     """The name in files, where transformers has another for the same weight by now."""
-    if class_name in ("Qwen3Model", "Gemma2Model"):
+    if class_name in ("Qwen3Model", "Gemma2Model", "LlamaModel"):
         return f"model.{name}"
     if class_name == "Gemma3ForConditionalGeneration":
         return name

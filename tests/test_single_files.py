@@ -366,6 +366,8 @@ def host_tokenizers(folder: Path) -> Path:
     gemma3 = _tokenizers.gemma_tokenizer()
     gemma3.add_special_tokens({"additional_special_tokens": ["<start_of_image>"]})
     gemma3.save_pretrained(folder / "gemma3_tokenizer")
+    _tokenizers.llama_tokenizer().save_pretrained(folder / "text_encoders" / "llama_tokenizer")
+    _tokenizers.llama_tokenizer().save_pretrained(folder / "text_encoders" / "t5_pile_tokenizer")
     return folder
 
 

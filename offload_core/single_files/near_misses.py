@@ -36,6 +36,7 @@ NEAR_MISSES = (
     NearMiss("holds Stable Diffusion 2's text encoder, which isn't known here", _FOLDER, ("cond_stage_model.model.",)),
     NearMiss("is a vision encoder, which no model known here needs as a file", _FOLDER, ("vision_model.",)),
     NearMiss("is a Stable Cascade model, which isn't known here", _FOLDER, ("clip_txt_mapper.",)),
-    NearMiss("is a HunyuanVideo model, which isn't known here as a file", _FOLDER, ("individual_token_refiner.",)),
-    NearMiss("is an AuraFlow model, which isn't known here as a file", _FOLDER, ("double_layers.0.attn.w2q",)),
+    NearMiss(
+        "is another HunyuanVideo model, which isn't known here as a file", _FOLDER, ("individual_token_refiner.",)
+    ),
 )

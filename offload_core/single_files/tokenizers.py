@@ -65,6 +65,9 @@ KINDS = (
         _PIECES,
         unlike="<start_of_image>",
     ),
+    # AuraFlow's encoder is a T5 that was trained on the Pile, with Llama's kind of tokenizer.
+    TokenizerKind("Pile-T5's tokenizer", ("LlamaTokenizer",), "UMT5", ("t5_pile_tokenizer",), _PIECES),
+    TokenizerKind("Llama 3's tokenizer", ("LlamaTokenizer",), "Llama", ("llama_tokenizer",), _PIECES, "<|eot_id|>"),
     TokenizerKind("Qwen2.5's tokenizer", ("Qwen2Tokenizer",), "", ("qwen25_tokenizer", "qwen25"), _BPE),
 )
 # What Qwen3's own chat template (https://huggingface.co/Qwen/Qwen3-4B, tokenizer_config.json) makes of messages without

@@ -96,7 +96,7 @@ LAYOUTS = (
         role="denoiser",
         classes=("ZImageTransformer2DModel",),
         prefixes=DENOISER_PREFIXES,
-        needs=("layers.0.attention.qkv.weight", "noise_refiner.0.attention.qkv.weight", "cap_embedder.1.weight"),
+        needs=("layers.0.attention.qkv.weight", "noise_refiner.0.attention.qkv.weight", "cap_pad_token"),
         rules=_z_image,
         sizes=_z_image_sizes,
     ),

@@ -146,7 +146,7 @@ LAYOUTS = (
         title="an umT5 text encoder",
         role="encoder",
         classes=("UMT5EncoderModel",),
-        prefixes=("text_encoders.umt5xxl.transformer.", ""),
+        prefixes=("text_encoders.umt5xxl.transformer.", "text_encoders.pile_t5xl.transformer.", ""),
         needs=(
             "encoder.block.0.layer.0.SelfAttention.q.weight",
             "encoder.block.1.layer.0.SelfAttention.relative_attention_bias.weight",
