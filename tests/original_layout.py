@@ -294,6 +294,7 @@ FULL_SIZE["auraflow"] = {
     "text_encoder": ("text_encoders.pile_t5xl.transformer.", "umt5", {}),
 }
 FULL_SIZE["hunyuanvideo"] = TINY["hunyuan_video"]
+FULL_SIZE["qwen-image-edit"] = FULL_SIZE["qwen-image-edit-2509"] = FULL_SIZE["qwen-image"]
 for _like in ("sd1.5", "sdxl"):
     FULL_SIZE[f"{_like}-inpainting"] = FULL_SIZE[_like]
 FULL_SIZE["flux.1-fill-dev"] = FULL_SIZE["flux.1-control-dev"] = FULL_SIZE["flux.1-dev"]

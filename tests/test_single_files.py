@@ -363,6 +363,8 @@ def host_tokenizers(folder: Path) -> Path:
     _tokenizers.qwen_tokenizer().save_pretrained(folder / "text_encoders" / "qwen25_tokenizer")
     _tokenizers.qwen_tokenizer().save_pretrained(folder / "qwen3_tokenizer")
     _tokenizers.gemma_tokenizer().save_pretrained(folder / "gemma2_tokenizer")
+    (folder / "processor").mkdir()  # of a diffusers folder of Qwen-Image-Edit
+    (folder / "processor" / "preprocessor_config.json").write_text('{"image_processor_type": "Qwen2VLImageProcessor"}')
     gemma3 = _tokenizers.gemma_tokenizer()
     gemma3.add_special_tokens({"additional_special_tokens": ["<start_of_image>"]})
     gemma3.save_pretrained(folder / "gemma3_tokenizer")

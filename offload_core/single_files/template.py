@@ -44,6 +44,8 @@ FAMILIES = (
     "sdxl-inpainting",
     "flux.1-fill-dev",
     "flux.1-control-dev",
+    "qwen-image-edit",
+    "qwen-image-edit-2509",
     "lumina-2",
     "auraflow",
     "hunyuanvideo",
@@ -53,7 +55,12 @@ FAMILIES = (
     "ltx-video-0.9.5",
     "ltx-video-0.9.7",
 )
-ALIKE = {"flux.1-kontext-dev": "flux.1-dev", "wan2.1-t2v-14b": "wan2.2-t2v-a14b"}
+ALIKE = {
+    "flux.1-kontext-dev": "flux.1-dev",
+    "wan2.1-t2v-14b": "wan2.2-t2v-a14b",
+    "qwen-image-edit": "qwen-image",
+    "qwen-image-edit-2509": "qwen-image",
+}
 #: Parts that a pipeline can do without and single files don't have, but for pipelines that see through an encoder.
 _LEFT_OUT = {"safety_checker", "feature_extractor", "image_encoder", "image_processor"}
 _SEEING = {"WanImageToVideoPipeline": {"image_encoder", "image_processor"}}

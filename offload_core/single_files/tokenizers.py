@@ -68,6 +68,8 @@ KINDS = (
     # AuraFlow's encoder is a T5 that was trained on the Pile, with Llama's kind of tokenizer.
     TokenizerKind("Pile-T5's tokenizer", ("LlamaTokenizer",), "UMT5", ("t5_pile_tokenizer",), _PIECES),
     TokenizerKind("Llama 3's tokenizer", ("LlamaTokenizer",), "Llama", ("llama_tokenizer",), _PIECES, "<|eot_id|>"),
+    # Of models that read pictures: a tokenizer with what prepares a picture for the encoder.
+    TokenizerKind("Qwen2.5-VL's processor", ("Qwen2VLProcessor",), "", (), (frozenset({"preprocessor_config.json"}),)),
     TokenizerKind("Qwen2.5's tokenizer", ("Qwen2Tokenizer",), "", ("qwen25_tokenizer", "qwen25"), _BPE),
 )
 # What Qwen3's own chat template (https://huggingface.co/Qwen/Qwen3-4B, tokenizer_config.json) makes of messages without
@@ -142,7 +144,8 @@ def _is_one(place: Path, kind: TokenizerKind) -> bool:
         return False
     if kind.unlike and any(_holds(place / name, kind.unlike) for name in _SPECIAL):
         return False
-    said = str(_read(place / "tokenizer_config.json").get("tokenizer_class") or "")
+    config = _read(place / "tokenizer_config.json")
+    said = str(config.get("processor_class" if "Processor" in kind.classes[0] else "tokenizer_class") or "")
     return not said or said.removesuffix("Fast") in kind.classes
 
 
