@@ -116,5 +116,7 @@ def test_several_programs_keep_their_files_beside_each_other(many: Path, reads: 
 
 
 def test_list_goes_on_where_nothing_can_be_kept(many: Path, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("no folder")
-    assert len(ModelFiles(tmp_path / "file" / "model_files.json").list([many])) == FILES
+    (tmp_path / "no folder").write_text("but a file")
+    (tmp_path / "files").mkdir()
+    os.link(many / "sd1.5.safetensors", tmp_path / "files" / "a.safetensors")
+    assert len(ModelFiles(tmp_path / "no folder" / "model_files.json").list([tmp_path / "files"])) == 1

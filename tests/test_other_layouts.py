@@ -5,10 +5,23 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
-from original_layout import backwards, layout_rules, lumina_names, original_weights, write_file
-from test_single_files import assert_same, converted
+import offload_core as po
+from offload_core.single_files import SplitFiles
+from original_layout import (
+    backwards,
+    checkpoint_parts,
+    component_weights,
+    layout_rules,
+    lumina_names,
+    original_weights,
+    unet_names,
+    write_file,
+)
+from staging import one_shot
+from test_single_files import TIGHT, assert_same, converted
 
 
 def test_auraflow_is_converted_as_diffusers_does(tmp_path: Path) -> None:
@@ -56,3 +69,28 @@ def test_rows_of_lumina_are_dealt_by_the_number_of_its_heads() -> None:
         if rule.source.startswith("layers.{n}.attention.qkv")
     ]
     assert rule.shares == (96, 32, 32)
+
+
+@pytest.mark.slow
+def test_inpainting_checkpoint_gives_the_picture_of_its_folder(tmp_path: Path) -> None:
+    """Its UNet takes nine channels: noise, the mask, and what the mask leaves alone."""
+    from diffusers import StableDiffusionInpaintPipeline
+
+    from offload_core.tiny_models import FAMILIES
+    from offload_core.tiny_models.pictures import mask, picture
+
+    plain = FAMILIES["sd15"].build()
+    torch.manual_seed(0)
+    parts = {**plain.components, "unet": type(plain.unet).from_config({**plain.unet.config, "in_channels": 9})}
+    folder, fox = tmp_path / "folder", picture("fox")
+    StableDiffusionInpaintPipeline(**parts, requires_safety_checker=False).save_pretrained(folder)
+    unet = backwards(layout_rules("unet", unet_names(4, 4, (2,))), component_weights(folder / "unet"))
+    weights = {**checkpoint_parts("sd15"), "model.diffusion_model.": unet}
+    file = write_file(tmp_path / "inpainting.safetensors", weights)
+    call: dict[str, Any] = {"num_inference_steps": 2, "guidance_scale": 4.0}
+    shown = {"prompt": "a fox", "image": fox, "mask_image": mask(), "height": 48, "width": 64}
+    expected, _ = one_shot(folder, dtype=torch.float32, seed=3, cls=StableDiffusionInpaintPipeline, **shown, **call)
+    model = po.load(SplitFiles(checkpoint=file, configs=folder), device="cpu", dtype="float32", settings=TIGHT)
+    images = po.encode_images(model, fox, mask=mask())
+    latents = po.denoise(model, po.encode(model, "a fox", images=images), images=images, seed=3, **call)
+    assert torch.equal(po.decode(model, latents, "pt"), expected)

@@ -268,9 +268,9 @@ def test_part_that_no_layout_is_known_for_is_not_taken_from_the_folder_of_config
     folder = tmp_path / "configs"
     shutil.copytree(tiny_model("sd15"), folder)
     index = json.loads((folder / "model_index.json").read_text())
-    (folder / "model_index.json").write_text(json.dumps(index | {"text_encoder": ["transformers", "LlamaModel"]}))
+    (folder / "model_index.json").write_text(json.dumps(index | {"text_encoder": ["transformers", "GPT2Model"]}))
     file = write_file(tmp_path / "model.safetensors", checkpoint_parts("sd15"))
-    assert "text_encoder, a 'LlamaModel'" in refusal(SplitFiles(checkpoint=file, configs=folder))
+    assert "text_encoder, a 'GPT2Model'" in refusal(SplitFiles(checkpoint=file, configs=folder))
 
 
 def test_file_that_lacks_a_weight_is_refused_before_any_phase_begins(tmp_path: Path) -> None:

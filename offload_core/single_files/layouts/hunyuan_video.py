@@ -139,7 +139,7 @@ LAYOUTS = (
     ),
     PartLayout(
         name="llama",
-        title="a Llama text encoder",
+        title="a text encoder of Llama's kind",
         role="encoder",
         classes=("LlamaModel",),
         prefixes=("text_encoders.llama.transformer.", ""),
