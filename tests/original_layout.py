@@ -295,6 +295,11 @@ FULL_SIZE["auraflow"] = {
 }
 FULL_SIZE["hunyuanvideo"] = TINY["hunyuan_video"]
 FULL_SIZE["qwen-image-edit"] = FULL_SIZE["qwen-image-edit-2509"] = FULL_SIZE["qwen-image"]
+FULL_SIZE["sdxl-refiner"] = {
+    "unet": ("model.diffusion_model.", "unet", unet_names(12, 12, (3, 6, 9))),
+    "vae": ("first_stage_model.", "kl", {"decoder.up.3.x": ()}),
+    "text_encoder_2": ("conditioner.embedders.0.model.", "open_clip", {}),
+}
 for _like in ("sd1.5", "sdxl"):
     FULL_SIZE[f"{_like}-inpainting"] = FULL_SIZE[_like]
 FULL_SIZE["flux.1-fill-dev"] = FULL_SIZE["flux.1-control-dev"] = FULL_SIZE["flux.1-dev"]

@@ -91,7 +91,7 @@ def _named(name: str, among: dict[str, Any]) -> Any:
 
 
 def _varied(base: dict[str, Any], variant: dict[str, Any]) -> dict[str, Any]:
-    """A description that says only how a model differs from the one that it is like; a component it lacks is null."""
+    """A description that says only how a model differs from the one that it is like: what it lacks is null."""
     components = dict(base["components"])
     for name, part in variant.get("components", {}).items():
         before = components.get(name, {})
@@ -99,10 +99,11 @@ def _varied(base: dict[str, Any], variant: dict[str, Any]) -> dict[str, Any]:
             sizes = {key: value for key, value in before.items() if key != "published"}
             part = {**sizes, **part, "config": {**before.get("config", {}), **part.get("config", {})}}
         components[name] = part
+    defaults = {**base["defaults"], **variant.get("defaults", {})}
     return {
         **base,
         **variant,
-        "defaults": {**base["defaults"], **variant.get("defaults", {})},
+        "defaults": {name: value for name, value in defaults.items() if value is not None},
         "components": {name: part for name, part in components.items() if part is not None},
     }
 

@@ -42,6 +42,7 @@ FAMILIES = (
     "wan2.1-vace-14b",
     "sd1.5-inpainting",
     "sdxl-inpainting",
+    "sdxl-refiner",
     "flux.1-fill-dev",
     "flux.1-control-dev",
     "qwen-image-edit",
