@@ -94,3 +94,30 @@ def test_inpainting_checkpoint_gives_the_picture_of_its_folder(tmp_path: Path) -
     images = po.encode_images(model, fox, mask=mask())
     latents = po.denoise(model, po.encode(model, "a fox", images=images), images=images, seed=3, **call)
     assert torch.equal(po.decode(model, latents, "pt"), expected)
+
+
+@pytest.mark.slow
+def test_flux_fill_of_one_file_gives_the_picture_of_its_folder(tmp_path: Path) -> None:
+    """Its transformer takes noise, the picture without what is masked, and the mask: 16 + 16 + 4 x 4 x 4 numbers."""
+    from diffusers import FluxFillPipeline
+
+    from offload_core.tiny_models import FAMILIES
+    from offload_core.tiny_models.pictures import mask, picture
+
+    plain = FAMILIES["flux"].build()
+    torch.manual_seed(0)
+    sizes = {name: value for name, value in plain.transformer.config.items() if not name.startswith("_")}
+    wider = {**sizes, "in_channels": 96, "out_channels": 16}
+    folder, fox = tmp_path / "folder", picture("fox")
+    parts = {name: plain.components[name] for name in FluxFillPipeline._get_signature_keys(FluxFillPipeline)[0]}
+    FluxFillPipeline(**{**parts, "transformer": type(plain.transformer).from_config(wider)}).save_pretrained(folder)
+    transformer = backwards(layout_rules("flux", {}), component_weights(folder / "transformer"))
+    weights = {**checkpoint_parts("flux"), "model.diffusion_model.": transformer}
+    file = write_file(tmp_path / "fill.safetensors", weights)
+    call: dict[str, Any] = {"num_inference_steps": 2, "guidance_scale": 4.0}
+    shown = {"prompt": "a fox", "image": fox, "mask_image": mask(), "height": 48, "width": 64}
+    expected, _ = one_shot(folder, dtype=torch.float32, seed=3, cls=FluxFillPipeline, **shown, **call)
+    model = po.load(SplitFiles(checkpoint=file, configs=folder), device="cpu", dtype="float32", settings=TIGHT)
+    images = po.encode_images(model, fox, mask=mask(), height=48, width=64)
+    latents = po.denoise(model, po.encode(model, "a fox", images=images), images=images, seed=3, **call)
+    assert torch.equal(po.decode(model, latents, "pt"), expected)
