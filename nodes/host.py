@@ -52,7 +52,10 @@ class ComfyHost:
             return (Path(folder_paths.get_input_directory()),)
         if kind == "output":
             return (Path(folder_paths.get_output_directory()),)
-        return tuple(Path(path) for path in folder_paths.get_folder_paths(kind))
+        try:
+            return tuple(Path(path) for path in folder_paths.get_folder_paths(kind))
+        except KeyError:  # a kind that no pack has added
+            return ()
 
     def tokenizer_folders(self) -> Sequence[Path]:
         import comfy.model_management

@@ -24,13 +24,23 @@ class ModelPartFiles:
 
     def __init__(self, host: Host) -> None:
         def places(*kinds: tuple[str, str]) -> Callable[[], Sequence[tuple[str, Path]]]:
-            return lambda: [(mark, folder) for mark, kind in kinds for folder in host.folders(kind)]
+            def found() -> list[tuple[str, Path]]:
+                # A pack for GGUF names folders a second time, under kinds of its own.
+                return list(dict.fromkeys((mark, folder) for mark, kind in kinds for folder in host.folders(kind)))
+
+            return found
 
         self._denoisers = FileList(
-            "denoiser", ENDINGS, places(("", "diffusion_models"), (CHECKPOINTS, "checkpoints")), mark_first=True
+            "denoiser",
+            ENDINGS,
+            places(("", "diffusion_models"), ("", "unet_gguf"), (CHECKPOINTS, "checkpoints")),
+            mark_first=True,
         )
         self._encoders = FileList(
-            "text encoder", ENDINGS, places(("", "text_encoders"), (CLIP_VISION, "clip_vision")), mark_first=True
+            "text encoder",
+            ENDINGS,
+            places(("", "text_encoders"), ("", "clip_gguf"), (CLIP_VISION, "clip_vision")),
+            mark_first=True,
         )
         self._vaes = FileList("VAE", ENDINGS, places(("", "vae")))
 

@@ -42,7 +42,8 @@ class Host(Protocol):
 
     def folders(self, kind: str) -> Sequence[Path]:
         """The folders of a kind, as they are set now: "loras", "input", "output", or one of files that models are made
-        of ("checkpoints", "diffusion_models", "text_encoders", "clip_vision", "vae")."""
+        of ("checkpoints", "diffusion_models", "text_encoders", "clip_vision", "vae"; "unet_gguf" and "clip_gguf", which
+        a pack for GGUF adds). Empty for a kind that this host doesn't have."""
 
     def tokenizer_folders(self) -> Sequence[Path]:
         """Folders to look for the tokenizers of such models in."""

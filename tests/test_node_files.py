@@ -18,6 +18,7 @@ from phase_offload_nodes.calls import fingerprint
 from phase_offload_nodes.graph import GraphError
 from phase_offload_nodes.graph_runner import GraphRunner
 from phase_offload_nodes.model_list import ModelList
+from phase_offload_nodes.model_parts import ModelPartFiles
 from staging import tiny_model
 
 KINDS = ("checkpoints", "diffusion_models", "text_encoders", "clip_vision", "vae")
@@ -149,6 +150,21 @@ def test_name_that_is_not_listed_is_refused_in_a_sentence(name: str, runner: Gra
     if name != "checkpoints/part.safetensors":
         with pytest.raises(GraphError, match="isn't in the list"):
             runner.check(split_graph(name))
+
+
+def test_gguf_files_are_listed_where_a_pack_for_gguf_keeps_them_too(tmp_path: Path) -> None:
+    kinds = {"diffusion_models": ["a"], "unet_gguf": ["a", "b"], "text_encoders": ["c"], "clip_gguf": ["c", "d"]}
+    for name in "abcd":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / f"{name}.gguf").touch()
+    folders = {kind: [tmp_path / name for name in names] for kind, names in kinds.items()}
+    parts = ModelPartFiles(SpokenHost(tmp_path / "diffusers", "sd15", folders=folders))
+    choices = parts.choices()
+    assert choices["denoisers"]() == ["a.gguf", "b.gguf"]
+    assert choices["encoders_or_none"]() == ["none", "c.gguf", "d.gguf"]
+    with pytest.raises(InputError) as refused:
+        parts.chosen("mine.gguf", "none", (), "none")
+    assert str(refused.value).count(str(tmp_path / "a")) == 1  # a folder under two kinds is one place
 
 
 def test_choice_that_is_no_model_is_said_by_the_engine(runner: GraphRunner, tmp_path: Path) -> None:

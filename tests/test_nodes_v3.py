@@ -438,6 +438,7 @@ def test_folders_are_those_of_the_host(comfy: HostModules) -> None:
 
     host = ComfyHost()
     assert host.folders("loras") == (Path("/l"), Path("/m/loras"))
+    assert host.folders("unet_gguf") == ()  # no pack for GGUF has added it
     assert (host.folders("input"), host.folders("output")) == ((Path("/in"),), (Path("/out"),))
 
 
