@@ -11,6 +11,7 @@ import functools
 import hashlib
 import math
 import os
+import stat
 import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -31,6 +32,7 @@ _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 _KEPT_CHARACTERS = 1000  # of a value in the metadata; templates and vocabularies are longer
 _SHAPE = "comfy.gguf.orig_shape."  # of a tensor that has more dimensions than GGUF holds
 _CHUNK_ELEMENTS = 1 << 20
+_MAX_NESTED = 4  # arrays within arrays; no known file has any
 _AGAIN = "Download it again."
 
 
@@ -42,6 +44,8 @@ def read_gguf_header(path: str | os.PathLike[str]) -> Header:
     """
     path = Path(path)
     try:
+        if not stat.S_ISREG(path.stat().st_mode):  # before opening: opening a pipe would wait for its writer
+            raise _error(path, "is not a regular file", "Name a .gguf file.")
         with path.open("rb") as file:
             status = os.fstat(file.fileno())
             reader = _Reader(file, path, status.st_size)
@@ -120,7 +124,7 @@ class _Reader:
         except UnicodeDecodeError:
             raise _damaged(self.path, "a name in it is not UTF-8") from None
 
-    def value(self, kind: int, *, kept: bool = True) -> Any:
+    def value(self, kind: int, depth: int = 0) -> Any:
         """A value of the metadata; a long one is passed over and comes back as None."""
         if kind in _NUMBERS:
             return self.number(_NUMBERS[kind])
@@ -130,6 +134,8 @@ class _Reader:
             return data.decode("utf-8", "replace") if length <= _KEPT_CHARACTERS else None
         if kind != _ARRAY:
             raise _damaged(self.path, f"a value is of the type {kind}, which doesn't exist")
+        if depth > _MAX_NESTED:
+            raise _damaged(self.path, "its arrays are nested too deeply")
         element, count = self.number("I"), self.number("Q")
         if element in _NUMBERS:
             data = self.take(count * struct.calcsize("<" + _NUMBERS[element]))
@@ -137,7 +143,7 @@ class _Reader:
         if count > self.left:
             raise _error(self.path, "is cut short: its header goes on behind its end", _AGAIN)
         for _ in range(count):
-            self.value(element)
+            self.value(element, depth + 1)
         return None
 
 
@@ -183,7 +189,9 @@ def _entry(
     block, size = _block(kind)
     count, shape = math.prod(dimensions), tuple(reversed(dimensions))
     original = metadata.get(_SHAPE + name)
-    if isinstance(original, list) and math.prod(original) == count:
+    if isinstance(original, list) and all(type(size) is int and size >= 0 for size in original):
+        if math.prod(original) != count:
+            raise _damaged(path, f"{show(name)} has {count:,} numbers and the shape {show(original)}")
         shape = tuple(original)
     row = math.prod(shape[1:]) if len(shape) > 1 else count
     if count % block or row % block:

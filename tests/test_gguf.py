@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import struct
 from dataclasses import replace
@@ -49,12 +50,14 @@ LLAMA_CPP_NAMES = {
 }
 
 
-def write_gguf(path: Path, weights: Weights, kind: str = "Q8_0", **metadata: Any) -> Weights:
+def write_gguf(
+    path: Path, weights: Weights, kind: str = "Q8_0", architecture: str = "flux", **metadata: Any
+) -> Weights:
     """A GGUF file, its matrices in blocks of `kind` where rows are whole blocks. Returns what its numbers are, as
     diffusers works them out, in float32."""
-    writer = gguf.GGUFWriter(str(path), "flux")
+    writer = gguf.GGUFWriter(str(path), architecture)
     for name, value in metadata.items():
-        writer.add_string(name, value)
+        writer.add_array(name, value)
     meant: Weights = {}
     block_type = gguf.GGMLQuantizationType[kind]
     for name, tensor in weights.items():
@@ -237,6 +240,10 @@ def damaged(tmp_path: Path) -> dict[str, tuple[bytes, str]]:
             good[:8] + tensors + tensors + struct.pack("<Q1sIIQ", 1, b"k", 9, 8, 1 << 50) + good[24:],
             "is cut short",
         ),
+        "with arrays in arrays without end": (
+            good[:8] + tensors + tensors + struct.pack("<Q1sI", 1, b"k", 9) + struct.pack("<IQ", 9, 1) * 5000,
+            "nested too deeply",
+        ),
         "of an unknown type": (good.replace(info, struct.pack("<QQI", 64, 4, 99)), "type 99"),
         "with half a block": (
             good.replace(info, struct.pack("<QQI", 63, 4, 8)),
@@ -253,6 +260,59 @@ def test_damaged_files_are_refused_in_a_sentence_and_listed_without_a_role(tmp_p
             po.load(SplitFiles(denoiser=str(file)))
         assert str(refused.value).endswith("."), name
         assert list_model_files([tmp_path])["x.gguf"].roles == ()
+
+
+@pytest.mark.parametrize("shape", [[-4, -64], [4.0, 64.0]], ids=["negative", "of floats"])
+def test_shape_in_the_metadata_counts_only_if_it_is_one(shape: list[Any], tmp_path: Path) -> None:
+    write_gguf(tmp_path / "x.gguf", {"a.weight": torch.randn(4, 64)}, **{"comfy.gguf.orig_shape.a.weight": shape})
+    assert read_gguf_header(tmp_path / "x.gguf").tensors["a.weight"].shape == (4, 64)
+
+
+def test_shape_in_the_metadata_is_the_tensors_and_must_have_its_count(tmp_path: Path) -> None:
+    weights, key = {"a.weight": torch.randn(4, 64)}, "comfy.gguf.orig_shape.a.weight"
+    write_gguf(tmp_path / "x.gguf", weights, **{key: [4, 16, 2, 2]})
+    assert read_gguf_header(tmp_path / "x.gguf").tensors["a.weight"].shape == (4, 16, 2, 2)
+    write_gguf(tmp_path / "x.gguf", weights, **{key: [4, 16, 2, 3]})
+    with pytest.raises(ModelError, match="has 256 numbers and the shape"):
+        read_gguf_header(tmp_path / "x.gguf")
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no named pipes")
+def test_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "x.gguf")
+    with pytest.raises(ModelError, match="is not a regular file"):
+        read_gguf_header(tmp_path / "x.gguf")
+
+
+@pytest.mark.parametrize(
+    ("file", "names", "says"),
+    [
+        ("x-00001-of-00002.gguf", ["double_blocks.0.img_attn.qkv.weight"], "one of several shards"),
+        ("x.gguf", ["blk.0.attn_q.weight.lora_a", "blk.0.attn_q.weight.lora_b"], "is a LoRA"),
+        ("x.gguf", ["v.blk.0.attn_q.weight", "mm.0.weight"], "the eyes of a text encoder alone"),
+        ("x.gguf", ["blk.0.attn_q_norm.weight", "blk.0.post_ffw_norm.weight"], "is a Gemma text encoder"),
+    ],
+)
+def test_other_gguf_files_are_refused_by_what_they_are(file: str, names: list[str], says: str, tmp_path: Path) -> None:
+    write_gguf(tmp_path / file, {name: torch.zeros(2, 32) for name in names})
+    with pytest.raises(ModelError, match=says):
+        po.load(SplitFiles(denoiser=str(tmp_path / file)))
+
+
+@pytest.mark.parametrize(
+    ("mark", "own", "other"),
+    [("blk.0.attn_q_norm.weight", "qwen3", "qwen3vl"), ("blk.0.attn_q.bias", "qwen2vl", "qwen2")],
+)
+def test_another_architecture_of_the_same_names_is_no_encoder(mark: str, own: str, other: str, tmp_path: Path) -> None:
+    """Its sizes are the same too, so it would load, and give bad pictures."""
+    names = ("token_embd.weight", "blk.0.ffn_gate.weight", mark)
+    for architecture in (own, other):
+        path = tmp_path / f"{architecture}.gguf"
+        write_gguf(path, {name: torch.zeros(2, 32) for name in names}, architecture=architecture)
+    listed = list_model_files([tmp_path])
+    assert listed[f"{own}.gguf"].roles == ("encoder",) and listed[f"{other}.gguf"].roles == ()
+    with pytest.raises(ModelError, match=f"a model of the architecture '{other}'"):
+        po.load(SplitFiles(denoiser=str(tmp_path / f"{other}.gguf")))
 
 
 def test_blocks_that_cant_be_unpacked_are_refused_by_name(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ class PartLayout:
     where it may lie in a file, "" in one of its own. needs, lacks: names below the prefix that tell it from others.
     rules: the conversion; asked with the part's shapes, because some depend on the number of blocks. sizes: what a
     config of such a class asks of a few tensors. absent: beginnings of the library's names of what such a file never
-    has.
+    has. unlike: architectures that GGUF files say they are of whose names and sizes are the same, and weights others.
     """
 
     name: str
@@ -38,6 +38,7 @@ class PartLayout:
     sizes: Callable[[Mapping[str, Any]], Sizes]
     lacks: tuple[str, ...] = ()
     absent: tuple[str, ...] = ()
+    unlike: tuple[str, ...] = ()
 
 
 def count(shapes: Shapes, start: str) -> int:

@@ -27,6 +27,7 @@ NEAR_MISSES = (
     NearMiss("is a LoRA, not a model", _AS_LORA, ("lora_A.",)),
     NearMiss("is a LoRA, not a model", _AS_LORA, ("lora_down.",)),
     NearMiss("is a LoRA, not a model", _AS_LORA, ("lora.down.",)),
+    NearMiss("is a LoRA in llama.cpp's form, not a model", "Use the LoRA's safetensors file.", (".lora_a",)),
     NearMiss("is a LoHa or LoKr adapter, not a model", _AS_LORA, ("hada_w1",)),
     NearMiss("is a LoHa or LoKr adapter, not a model", _AS_LORA, ("lokr_w",)),
     NearMiss("is a ControlNet, which is no model of its own", _FOLDER, ("control_model.",)),
@@ -35,8 +36,18 @@ NEAR_MISSES = (
     NearMiss("is a textual inversion, not a model", "It can't be used here yet.", ("emb_params",)),
     NearMiss("holds Stable Diffusion 2's text encoder, which isn't known here", _FOLDER, ("cond_stage_model.model.",)),
     NearMiss("is a vision encoder, which no model known here needs as a file", _FOLDER, ("vision_model.",)),
+    NearMiss(
+        "holds the eyes of a text encoder alone (mmproj), which no model known here takes as a file",
+        "Give the file of the encoder's text part instead.",
+        ("v.blk.0.", "mm."),
+    ),
     NearMiss("is a Stable Cascade model, which isn't known here", _FOLDER, ("clip_txt_mapper.",)),
     NearMiss(
         "is another HunyuanVideo model, which isn't known here as a file", _FOLDER, ("individual_token_refiner.",)
+    ),
+    NearMiss(
+        "is Gemma as GGUF, whose norms lie there in another form",
+        "Use its .safetensors file.",
+        ("blk.0.post_ffw_norm.",),
     ),
 )

@@ -16,6 +16,7 @@ from .layout import PartLayout, Shapes
 from .layouts import LAYOUTS
 from .near_misses import NEAR_MISSES
 
+_ARCHITECTURE = "general.architecture"  # in the metadata of GGUF files
 _NO_PICKLE = "Such a file can run code when it is opened, and never is. Use the model's .safetensors file."
 _PICKLES = (".ckpt", ".pt", ".pth", ".bin")
 _SCALES = (".scale_weight", ".weight_scale", ".scale_input", ".comfy_quant")
@@ -84,14 +85,12 @@ def open_file(path: str) -> tuple[Path, Header]:
         raise ModelError(f"{show(path, 250)} names a home folder that isn't there. Give the full path.") from None
     if file.suffix.lower() in _PICKLES:
         raise ModelError(f"{short_path(file)} is a {file.suffix} file. {_NO_PICKLE}")
-    if file.suffix.lower() == SUFFIX:
-        return file, read_gguf_header(file)
-    if re.search(r"-\d{5}-of-\d{5}\.safetensors$", file.name):
+    if re.search(r"-\d{5}-of-\d{5}\.(safetensors|gguf)$", file.name):
         raise ModelError(
             f"{short_path(file)} is one of several shards of a model. "
             "Give the folder of the whole model, or a file that holds all of it."
         )
-    return file, read_header(file)
+    return file, read_gguf_header(file) if file.suffix.lower() == SUFFIX else read_header(file)
 
 
 def find_parts(path: Path, header: Header) -> list[FoundPart]:
@@ -100,8 +99,10 @@ def find_parts(path: Path, header: Header) -> list[FoundPart]:
 
 
 def _parts(path: Path, header: Header) -> Iterator[FoundPart]:
-    tensors = header.tensors
+    tensors, architecture = header.tensors, header.metadata.get(_ARCHITECTURE)
     for layout in LAYOUTS:
+        if architecture in layout.unlike:
+            continue
         for prefix in layout.prefixes:
             there = all(prefix + name in tensors for name in layout.needs)
             if there and not any(prefix + name in tensors for name in layout.lacks):
@@ -113,5 +114,8 @@ def what_else(header: Header) -> str:
     for miss in NEAR_MISSES:
         if miss.fits(header.tensors):
             return f"{miss.what}. {miss.advice}"
+    architecture = header.metadata.get(_ARCHITECTURE)
+    if any(architecture in layout.unlike for layout in LAYOUTS):
+        return f"holds a model of the architecture {show(architecture)}, which isn't known here. Choose another file."
     names = ", ".join(show(name) for name in list(header.tensors)[:3])
     return f"holds no part of a model that is known here (its tensors are called {names}). Use a diffusers folder."

@@ -105,6 +105,7 @@ LAYOUTS = (
         lacks=("blk.0.post_attention_norm.weight",),  # Gemma 3
         rules=_qwen,
         sizes=_qwen_sizes,
+        unlike=("qwen3vl",),
     ),
     PartLayout(
         name="qwen2.5-vl, llama.cpp's",
@@ -116,5 +117,6 @@ LAYOUTS = (
         rules=_qwen,
         sizes=_qwen_sizes,
         absent=(QWEN_EYES,),
+        unlike=("qwen2",),  # Qwen2.5, the chat model
     ),
 )
