@@ -10,9 +10,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..checkpoint import content_mark, read_header
+from ..checkpoint import content_mark
 from ..devices import is_out_of_memory
 from ..errors import ColdWeightError, InputError, ModelError, TraceError
+from ..lora_header import read_lora_header
 from ._cold import make_added_cold
 from ._ports import attach_gate
 
@@ -25,12 +26,14 @@ class Lora:
     """A LoRA file and its strength (1.0 is as trained).
 
     fingerprint: of the file's content. encodes: whether it changes text encoders, so that embeddings depend on it.
+    family: which models it seems to be for by its names, empty if they don't say.
     """
 
     path: str = field(repr=False)
     scale: float
     fingerprint: str = field(repr=False)
     encodes: bool = field(repr=False)
+    family: str = field(default="", repr=False)
 
     def file(self) -> Path:
         """The file, unless it changed since the handle was made (ModelError)."""
@@ -38,6 +41,10 @@ class Lora:
         if not file.is_file() or content_mark(file) != self.fingerprint:
             raise ModelError(f"The LoRA {file.name} changed since the model was loaded. Load both again.")
         return file
+
+    def seems_to_be_for(self) -> str:
+        """The end of a sentence that refuses it, with a space before; empty if its names don't say."""
+        return f" It seems to be for {self.family}." if self.family else ""
 
 
 def as_loras(loras: Sequence[Any]) -> tuple[Lora, ...]:
@@ -64,11 +71,8 @@ def _as_lora(item: Any) -> Lora:
         raise ModelError(f"There is no LoRA file {file.name} in {file.parent.name or '.'}.")
     if file.suffix != ".safetensors":
         raise ModelError(f"The LoRA {file.name} isn't a safetensors file; pickled weights aren't loaded. Convert it.")
-    names = read_header(file).tensors
-    if not any("lora" in name.lower() for name in names):
-        raise ModelError(f"{file.name} holds no LoRA weights (none of its {len(names)} tensors is named like one).")
-    encodes = any(name.startswith(("text_encoder", "lora_te")) for name in names)
-    return Lora(str(file.resolve()), float(scale), content_mark(file), encodes)
+    header = read_lora_header(file)
+    return Lora(str(file.resolve()), float(scale), content_mark(file), header.encodes, header.family)
 
 
 @dataclass(frozen=True)
@@ -154,7 +158,7 @@ def _changes(phase: Phase, owned: set[str]) -> dict[str, _Change]:
         if not any(weights.touches(name) for name in phase.components):
             raise ModelError(
                 f"The LoRA {Path(weights.lora.path).name} is for another kind of model: none of its weights belongs to "
-                f"a component of {cls.__name__} ({', '.join(phase.components)})."
+                f"a component of {cls.__name__} ({', '.join(phase.components)}).{weights.lora.seems_to_be_for()}"
             )
     phase.notes += [note for weights in loras if (note := _unused_note(weights, phase, owned))]
     changes = {}
@@ -200,7 +204,7 @@ def _read(pipeline: Any, adapter: str, lora: Lora) -> _Weights:
     except (ValueError, KeyError, IndexError, AttributeError, NotImplementedError) as error:
         raise ModelError(
             f"The LoRA {file.name} can't be read as one for {type(pipeline).__name__} ({error}). It is for another "
-            "kind of model, or in a form that diffusers doesn't know."
+            f"kind of model, or in a form that diffusers doesn't know.{lora.seems_to_be_for()}"
         ) from error
     state, *rest = read if isinstance(read, tuple) else (read,)
     alphas = rest[0] if len(rest) == 2 else None
@@ -254,7 +258,8 @@ def _fitting(weights: _Weights, component: str) -> Iterator[None]:
             raise
         name = Path(weights.lora.path).name
         raise ModelError(
-            f"The LoRA {name} doesn't fit {component} of this model: it was made for one with other layers or sizes."
+            f"The LoRA {name} doesn't fit {component} of this model: it was made for one with other layers or "
+            f"sizes.{weights.lora.seems_to_be_for()}"
         ) from error
 
 

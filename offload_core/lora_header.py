@@ -1,0 +1,159 @@
+"""What a LoRA file is, by its header: its dialect, the family it seems to be for, whether its parts belong together.
+
+No weight is read but alphas, which are single numbers. What the names mean is the work of diffusers' converters; here a
+file is only told apart from what no converter could use, so that every route says the same sentence before it loads.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from .checkpoint import Header, read_header, show
+from .errors import ModelError
+
+
+@dataclass(frozen=True)
+class LoraHeader:
+    """dialect: how its weights are named. family: which models it seems to be for, empty if the names don't say.
+
+    layers: how many layers it changes by a pair of matrices. encodes: whether it changes text encoders.
+    """
+
+    dialect: str
+    family: str
+    layers: int
+    encodes: bool
+
+
+# How the two matrices of a layer end in each spelling: (down, up, dialect). `down` is (rank, in, ...), `up` is
+# (out, rank, ...): LoRA, https://arxiv.org/abs/2106.09685, section 4.1, calls them A and B.
+_PAIRS: tuple[tuple[str, str, str], ...] = (
+    (".lora_A.weight", ".lora_B.weight", "PEFT"),
+    (".lora_A.default.weight", ".lora_B.default.weight", "PEFT"),
+    (".lora_down.weight", ".lora_up.weight", "Kohya"),
+    (".lora.down.weight", ".lora.up.weight", "older diffusers"),
+    ("_lora.down.weight", "_lora.up.weight", "older diffusers"),
+    (".lora_linear_layer.down.weight", ".lora_linear_layer.up.weight", "older diffusers"),
+)
+
+# Weights of LyCORIS (https://github.com/KohakuBlueleaf/LyCORIS) and kin that are no pair of matrices: (ending, what).
+_OTHER_KINDS: tuple[tuple[str, str], ...] = (
+    (".hada_w1_a", "LoHa"),
+    (".lokr_w1", "LoKr"),
+    (".lokr_w1_a", "LoKr"),
+    (".oft_blocks", "OFT"),
+    (".oft_diag", "OFT"),
+    (".diff", "full differences of weights"),
+    (".diff_b", "full differences of biases"),
+    (".set_weight", "replaced weights"),
+    (".w_norm", "replaced norms"),
+)
+
+_FLUX = "FLUX, Chroma or HunyuanVideo"  # these have the same names of blocks
+# What a name holds, with "." written as "_", and whose it is. The first row that is found decides; more special first.
+_FAMILIES: tuple[tuple[str, str], ...] = (
+    ("individual_token_refiner", "HunyuanVideo"),
+    ("context_embedder_token_refiner", "HunyuanVideo"),
+    ("double_stream_modulation_img", "FLUX.2"),
+    ("joint_blocks_", "Stable Diffusion 3"),
+    ("noise_refiner_", "Z-Image or Lumina 2"),
+    ("_img_mlp_net_", "Qwen-Image"),
+    ("_txt_mlp_net_", "Qwen-Image"),
+    ("single_transformer_blocks_", _FLUX),
+    ("single_blocks_", _FLUX),
+    ("double_blocks_", _FLUX),
+    ("_cross_attn_", "Wan"),
+)
+# Width of the text that a UNet's cross attention takes in: `cross_attention_dim` in the configs of these models.
+_UNETS = {768: "Stable Diffusion 1.5", 1024: "Stable Diffusion 2", 2048: "SDXL"}
+_TEXT_TO_UNET = re.compile(r"(down|up|input|output)_blocks_.*attn2_to_[kv]")
+
+
+def read_lora_header(file: Path) -> LoraHeader:
+    """What the file is. Raises ModelError for one that isn't a sound safetensors file, holds no LoRA, is of a kind that
+    can't be applied, lacks the partner of a weight, or has partners of different ranks or an alpha that is no number.
+    """
+    header = read_header(file)
+    pairs: dict[str, tuple[str, str]] = {}  # down: (up, dialect)
+    for down_end, up_end, dialect in _PAIRS:
+        for name in header.tensors:
+            if name.endswith(down_end):
+                pairs[name] = (name.removesuffix(down_end) + up_end, dialect)
+            elif name.endswith(up_end):
+                pairs[name.removesuffix(up_end) + down_end] = (name, dialect)
+    if not pairs:
+        _check_kind(file, header)
+    for down, (up, _) in pairs.items():
+        _check_pair(file, header, down, up)
+    _check_alphas(file, header)
+    dialects = Counter(dialect for _, dialect in pairs.values())
+    dialect = dialects.most_common(1)[0][0] if dialects else "unknown"
+    if dialect != "unknown" and any(name.startswith("diffusion_model.") for name in header.tensors):
+        dialect = "ComfyUI"
+    encodes = any(name.startswith(("text_encoder", "lora_te")) for name in header.tensors)
+    return LoraHeader(dialect, _family(header, pairs), len(pairs), encodes)
+
+
+def _check_kind(file: Path, header: Header) -> None:
+    """A file without any pair of a known spelling: refused, unless its names say LoRA and a converter may know it."""
+    kinds = {kind: None for ending, kind in _OTHER_KINDS if any(name.endswith(ending) for name in header.tensors)}
+    if kinds:
+        raise ModelError(
+            f"The LoRA {file.name} holds {' and '.join(kinds)}, which phases don't apply. Use it converted to an "
+            "ordinary LoRA (pairs of lora_down and lora_up)."
+        )
+    if not any("lora" in name.lower() for name in header.tensors):
+        raise ModelError(
+            f"{file.name} holds no LoRA weights (none of its {len(header.tensors)} tensors is named like one)."
+        )
+
+
+def _check_pair(file: Path, header: Header, down: str, up: str) -> None:
+    for name, partner in ((down, up), (up, down)):
+        if name not in header.tensors:
+            raise ModelError(
+                f"The LoRA {file.name} has {show(partner)} without its partner {show(name)}: it was cut or saved in "
+                "part. Download it again."
+            )
+    a, b = header.tensors[down].shape, header.tensors[up].shape
+    if len(a) < 2 or len(b) < 2:
+        raise ModelError(f"The LoRA {file.name} is damaged: {show(down)} or its partner is no matrix.")
+    grouped = len(b) > 2 and b[1] and a[0] % b[1] == 0  # a convolution in groups has a part of the rank in each
+    if a[0] != b[1] and not grouped:
+        raise ModelError(
+            f"The LoRA {file.name} is damaged: {show(down)} has rank {a[0]} and {show(up)} has rank {b[1]}. "
+            "Download it again."
+        )
+
+
+def _check_alphas(file: Path, header: Header) -> None:
+    """A NaN would spread to every weight of its layer, and the picture would be black."""
+    from safetensors import safe_open
+
+    alphas = [name for name, entry in header.tensors.items() if name.endswith(".alpha") and math.prod(entry.shape) == 1]
+    if not alphas:
+        return
+    with safe_open(file, framework="pt") as weights:
+        for name in alphas:
+            value = float(weights.get_tensor(name))
+            if not math.isfinite(value):
+                raise ModelError(
+                    f"The LoRA {file.name} is damaged: {show(name)} is {value}, not a number. Download it again."
+                )
+
+
+def _family(header: Header, pairs: dict[str, tuple[str, str]]) -> str:
+    widths = {
+        header.tensors[down].shape[1] for down in pairs if _TEXT_TO_UNET.search(down.replace(".", "_"))
+    } & _UNETS.keys()
+    if widths:
+        return _UNETS[widths.pop()]
+    names = [down.replace(".", "_") for down in pairs]
+    for mark, family in _FAMILIES:
+        if any(mark in name for name in names):
+            return family
+    return ""
