@@ -102,6 +102,14 @@ def test_a_lora_for_another_kind_of_model_is_refused_by_name(tmp_path: Path) -> 
         po.denoise(handle, po.encode(handle, "a star"), **job("flux", guided=False))
 
 
+def test_a_lora_for_another_kind_of_model_says_which_it_seems_to_be_for(tmp_path: Path) -> None:
+    layer = "transformer.single_transformer_blocks.0.attn.to_q"
+    save_file({f"{layer}.lora_{side}.weight": torch.ones(2, 2) for side in "AB"}, tmp_path / "poster.safetensors")
+    handle = po.load(tiny_model("sd15"), device="cpu", loras=[tmp_path / "poster.safetensors"])
+    with pytest.raises(po.ModelError, match="poster.safetensors .* seems to be for FLUX, Chroma or HunyuanVideo"):
+        po.encode(handle, "a star")
+
+
 @pytest.mark.parametrize(
     ("name", "content", "says"),
     [

@@ -169,6 +169,13 @@ def test_a_lora_that_fits_in_part_runs_and_says_which_weights_were_not_used(
     assert torch.equal(part, picture(runner, ("bare.safetensors", 0.5)))
 
 
+def test_the_node_refuses_a_lora_of_one_half_by_the_name_of_the_other(runner: GraphRunner, loras: Path) -> None:
+    save_file({"unet.a.lora_up.weight": torch.ones(2, 2)}, loras / "half.safetensors")
+    (handle,) = call(runner, "PhaseOffloadLoad", model="sd15", dtype="auto", device="cpu")
+    with pytest.raises(ModelError, match=r"half\.safetensors has .* without its partner 'unet\.a\.lora_down\.weight'"):
+        call(runner, "PhaseOffloadLora", model=handle, lora="half.safetensors", strength=1.0)
+
+
 def test_only_files_of_the_list_are_opened(runner: GraphRunner, tmp_path: Path) -> None:
     save_file({"a.lora_A.weight": torch.ones(2, 2)}, tmp_path / "outside.safetensors")
     (handle,) = call(runner, "PhaseOffloadLoad", model="sd15", dtype="auto", device="cpu")
