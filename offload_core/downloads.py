@@ -63,10 +63,14 @@ class DownloadPlan:
         return sum(file.nbytes for file in self.files if not file.is_here)
 
     @property
+    def needed_bytes(self) -> int:
+        """What it takes of the disk: a folder gets all of the files, also those that the Hub's cache has."""
+        return self.total_bytes if self.into is not None else self.missing_bytes
+
+    @property
     def fits(self) -> bool:
         """Whether the disk has room for it."""
-        needed = self.total_bytes if self.into is not None else self.missing_bytes
-        return needed + _SPARE_BYTES <= self.free_bytes or not needed
+        return self.needed_bytes + _SPARE_BYTES <= self.free_bytes or not self.needed_bytes
 
     def sentence(self) -> str:
         """What it would do, in words."""
@@ -122,7 +126,7 @@ def download(plan: DownloadPlan, *, session: Session | None = None) -> Path:
     """
     if not plan.fits:
         raise ModelError(
-            f"{plan.model_id} needs {human_bytes(plan.missing_bytes)}, and the disk has {human_bytes(plan.free_bytes)} "
+            f"{plan.model_id} needs {human_bytes(plan.needed_bytes)}, and the disk has {human_bytes(plan.free_bytes)} "
             "free. Make room, or choose another place."
         )
     from huggingface_hub import hf_hub_download
@@ -146,14 +150,29 @@ def download(plan: DownloadPlan, *, session: Session | None = None) -> Path:
         if file.name in (INDEX, MODULAR_INDEX):
             folder = Path(path).parent
     if parts is not None and plan.into is not None:
-        shutil.rmtree(parts / ".cache", ignore_errors=True)
-        parts.rename(plan.into)
+        _finish(parts, plan)
         folder = plan.into
     assert folder is not None
     resolve_model(folder)
     if plan.into is None:
         _note_revision(folder, plan)
     return folder
+
+
+def _finish(parts: Path, plan: DownloadPlan) -> None:
+    """Gives a fetched folder its name, once it is exactly what was planned and can be loaded."""
+    assert plan.into is not None
+    wanted = {parts / file.name for file in plan.files}
+    for path in parts.rglob("*"):
+        if path.is_file() and path not in wanted:  # the client's notes, and what a stopped try for others has left
+            path.unlink()
+    shutil.rmtree(parts / ".cache", ignore_errors=True)
+    try:
+        resolve_model(parts)
+    except ModelError:
+        shutil.rmtree(parts, ignore_errors=True)  # the client would take damaged files for fetched ones
+        raise
+    parts.rename(plan.into)
 
 
 # ------------------------------------------------------------------------------------------------ which files
