@@ -290,7 +290,7 @@ def test_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
         ("x-00001-of-00002.gguf", ["double_blocks.0.img_attn.qkv.weight"], "one of several shards"),
         ("x.gguf", ["blk.0.attn_q.weight.lora_a", "blk.0.attn_q.weight.lora_b"], "is a LoRA"),
         ("x.gguf", ["v.blk.0.attn_q.weight", "mm.0.weight"], "the eyes of a text encoder alone"),
-        ("x.gguf", ["blk.0.attn_q_norm.weight", "blk.0.post_ffw_norm.weight"], "is a Gemma text encoder"),
+        ("x.gguf", ["blk.0.attn_q_norm.weight", "blk.0.post_ffw_norm.weight"], "is Gemma as GGUF"),
     ],
 )
 def test_other_gguf_files_are_refused_by_what_they_are(file: str, names: list[str], says: str, tmp_path: Path) -> None:

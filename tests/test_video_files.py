@@ -128,7 +128,7 @@ def test_one_denoiser_of_two_is_refused_with_the_name_of_the_model_that_has_one(
     """Wan 2.1 14B looks like either denoiser of Wan 2.2 A14B."""
     parts = full_size_file(tmp_path / "wan.safetensors", "wan2.1-t2v-14b")
     message = refusal(SplitFiles(checkpoint=parts))
-    assert "--denoiser-2 FILE" in message and "(--family wan2.1-t2v-14b)" in message
+    assert "as denoiser_2" in message and "as the family (wan2.1-t2v-14b)" in message
 
 
 # ---------------------------------------------------------------------------------------------------- clips

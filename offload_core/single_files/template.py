@@ -116,7 +116,7 @@ def _described(model: KnownModel) -> Template:
     }
     options = {name: value for name, value in model.options.items() if value is not None}
     others = [name for name, first in ALIKE.items() if first == model.name]
-    looks_like = f"If it is another model that looks the same, name it (--family {others[0]})." if others else ""
+    looks_like = f"If it is another model that looks the same, choose it as the family ({others[0]})." if others else ""
     defaults = dict(model.defaults)
     return Template(model.title, model.pipeline, parts, _without_checker(options), defaults, looks_like=looks_like)
 
