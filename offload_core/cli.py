@@ -1,4 +1,4 @@
-"""The command line: generate, demo, plan, bench, presets and purge; the nodes add run.
+"""The command line: generate, demo, plan, models, bench, families, presets and purge; the nodes add run.
 
 A thin door: it turns arguments into calls of the library, shows progress, writes files, and turns every error into
 one sentence and an exit code. Numbers are checked by the library, file names here, before anything runs.
@@ -48,7 +48,7 @@ class Command:
 
 def main(argv: Sequence[str] | None = None, extra_commands: Iterable[Command] = ()) -> int:
     """Runs one command and returns its exit code. Argument errors leave through SystemExit(2), as argparse does."""
-    own = (PLAN, MODELS, BENCH, PRESETS, PURGE)
+    own = (PLAN, MODELS, BENCH, FAMILIES, PRESETS, PURGE)
     commands = {command.name: command for command in (GENERATE, DEMO, *extra_commands, *own)}
     words = sys.argv[1:] if argv is None else list(argv)
     args = _parser(commands.values(), words).parse_args(words)
@@ -294,6 +294,30 @@ def _bench(args: argparse.Namespace, terminal: Terminal) -> None:
 
 
 BENCH = Command("bench", "measure this engine on models made for it", _bench_arguments, _bench, has_report=False)
+
+
+# ------------------------------------------------------------------------------------------------- families
+
+
+def _families_arguments(parser: argparse.ArgumentParser) -> None:
+    from .bench import families
+
+    families.add_arguments(parser)
+
+
+def _families(args: argparse.Namespace, terminal: Terminal) -> None:
+    from .bench import families
+
+    families.run(args, terminal)
+
+
+FAMILIES = Command(
+    "families",
+    "run a tiny model of every family in phases, and say what works",
+    _families_arguments,
+    _families,
+    has_report=False,
+)
 
 
 # ----------------------------------------------------------------------------------------------------- plan

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,6 @@ from offload_core.errors import InputError, RecordError
 from offload_core.tiny_models import mask, picture
 from offload_core.tiny_models.variants import VARIANTS
 from staging import job, one_shot, tiny_model, words
-from test_staging import as_pipeline
 
 FOX = picture("fox")
 OF_PICTURES = ("image", "mask_image", "height", "width", "num_frames", "max_area", "_auto_resize", "image_crf")
@@ -40,11 +38,9 @@ def handle(name: str) -> po.Handle:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", VARIANTS)
-def test_a_model_for_texts_takes_a_picture_as_its_sibling_pipeline_does(name: str, tmp_path: Path) -> None:
+def test_a_model_for_texts_takes_a_picture_as_its_sibling_pipeline_does(name: str) -> None:
     variant = VARIANTS[name]
     path = tiny_model(variant.family)
-    if name == "flux_kontext":  # has weights of its own, and a folder that says so
-        path = as_pipeline(path, variant.pipeline_class, tmp_path / "model")
     call = dict(variant.call)
     expected, _ = one_shot(path, dtype=torch.float32, seed=4, cls=variant.pipeline_class, **call)
     model, session, texts = po.load(path, device="cpu"), po.Session(), split(call, OF_TEXTS)

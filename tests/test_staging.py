@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 import offload_core as po
-from offload_core.tiny_models import FAMILIES
+from offload_core.tiny_models import FAMILIES, as_pipeline
 from offload_core.tiny_models.variants import VARIANTS
 from staging import OFTEN, OTHERS, PROMISED, job, often, one_shot, staged, tiny_model, words
 
 DTYPES = [torch.float32, torch.bfloat16]
+# A UNet, a transformer, pictures beside the latents, and a video; the others are run by the slow tests.
+VARIANTS_OFTEN = ("sd15_img2img", "sdxl_inpaint", "flux_kontext", "flux2_klein_edit", "wan22_5b_i2v", "ltx2_i2v")
 DEMO = Path(po.__file__).parent / "demo" / "model"
 
 
@@ -130,18 +131,7 @@ def test_the_seed_alone_makes_the_noise_and_the_global_generator_is_left_alone()
     assert (np.random.get_state()[1] == numpy_before).all()
 
 
-def as_pipeline(path: Any, cls: type, folder: Any) -> Any:
-    """The model in `path` as a folder of another pipeline class over the same components."""
-    import json
-    import shutil
-
-    shutil.copytree(path, folder)
-    index = json.loads((folder / "model_index.json").read_text())
-    (folder / "model_index.json").write_text(json.dumps(index | {"_class_name": cls.__name__}))
-    return folder
-
-
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", often(tuple(VARIANTS), VARIANTS_OFTEN))
 def test_a_picture_is_encoded_once_and_replayed(name: str, tmp_path: Path) -> None:
     variant = VARIANTS[name]
     path = as_pipeline(tiny_model(variant.family), variant.pipeline_class, tmp_path / "model")

@@ -12,12 +12,17 @@ from diffusers import AutoencoderKL, DiffusionPipeline
 from transformers import PreTrainedTokenizerBase
 
 from offload_core.tiny_models import FAMILIES, REQUIRED, VARIANTS, load_tiny, one_shot, picture, run_whole, save_tiny
+from staging import often
 
 OTHERS = tuple(name for name in FAMILIES if name not in REQUIRED)
 OTHER_PROMPT = "a blue car"
+SCALED = ("hidream",)  # their results are of another size than is asked for
 VISIBLE = 1e-3  # mean difference of two pictures in 0 … 1 that no rounding explains in float32
 
-every_family = pytest.mark.parametrize("name", FAMILIES)
+# Of the others a few are run by default, the rest by the slow tests.
+SEEN = ("sd15_safety", "lumina2", "ltx2", "cogvideox")
+VARIANTS_SEEN = ("sdxl_inpaint", "flux_img2img", "flux2_klein_edit", "wan22_5b_i2v")
+every_family = pytest.mark.parametrize("name", [*REQUIRED, *often(OTHERS, SEEN)])
 required_family = pytest.mark.parametrize("name", REQUIRED)
 
 
@@ -126,18 +131,19 @@ def test_the_default_text_length_works(name: str, tiny: Tiny) -> None:
     assert torch.isfinite(run_whole(tiny.loaded(name), seed=0, **without_text_length(name))).all()
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", often(OTHERS, SEEN))
 def test_everything_shows_in_the_result_of_the_other_families_too(name: str, tiny: Tiny) -> None:
     family, result = FAMILIES[name], tiny.plain(name)
-    assert result.shape[-2:] == (family.call["height"], family.call["width"])
+    if "height" in family.call and name not in SCALED:
+        assert result.shape[-2:] == (family.call["height"], family.call["width"])
     assert ((result > 0) & (result < 1)).float().mean() > 0.6
-    for change in ({"prompt": OTHER_PROMPT}, {"seed": 1}, family.guidance):
+    for change in filter(None, ({"prompt": OTHER_PROMPT}, {"seed": 1}, family.guidance)):
         assert distance(tiny.run(name, **change), result) > VISIBLE, change
     if family.count_argument:
         assert len(tiny.run(name, **{family.count_argument: 2})) == 2
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", often(tuple(VARIANTS), VARIANTS_SEEN))
 def test_the_picture_and_the_prompt_show_in_a_picture_conditioned_call(name: str, tiny: Tiny) -> None:
     variant = VARIANTS[name]
     pipeline = load_tiny(tiny.folder(variant.family), dtype=torch.float32, pipeline_class=variant.pipeline_class)

@@ -23,4 +23,12 @@ step_times.py         seconds of a denoising step
 foresight.py          the command: families x sizes x budgets, shares
 foresight_summary.py  the shares, and whether targets are met
 foresight_table.py    the rows as text
+
+``phase-offload families``: docs/families.md, every cell of it a run.
+
+family_cases.py   the rows: families and tasks, each with its model
+family_cells.py   the checks of a row
+family_loras.py   a LoRA for any pipeline
+families_table.py the page
+families.py       the command
 """

@@ -21,7 +21,7 @@ from ..phases._scope import OpenPhase, Phase
 from ..plan import Plan, Rates
 from ..report import PhaseReport
 from ..session import Session
-from .foresight_cases import ROOMY_BYTES, SETTINGS, Case, Foretold, Poll, Polled, failure
+from .foresight_cases import ROOMY_BYTES, SETTINGS, AnyCase, Case, Foretold, Poll, Polled, failure
 from .live_bytes import LiveBytes
 
 PHASES = ("encode", "denoise", "decode")
@@ -90,7 +90,7 @@ def peak_rows(
         plan = foretold.plan(budget, rates)
         where = PeakRow(case.family, str(case.size), multiple, budget, "")
         try:
-            reports = _run_planned(case, plan, budget, poll)
+            reports = run_planned(case, plan, budget, poll)
         except Exception as error:
             rows += _failed_peaks(where, error)
             continue
@@ -112,7 +112,8 @@ def _failed_peaks(where: PeakRow, error: Exception) -> list[PeakRow]:
     return [replace(where, phase=name, status="failed", reason=failure(error)) for name in PHASES]
 
 
-def _run_planned(case: Case, plan: Plan, budget: int, poll: Poll) -> list[PhaseReport]:
+def run_planned(case: AnyCase, plan: Plan, budget: int, poll: Poll) -> list[PhaseReport]:
+    """Runs the three phases with a plan in its budget. Returns their reports."""
     session = Session(Polled(poll))
     handle = _handle(case, budget)
     embeds = encode(handle, **case.call, session=session, plan=plan)
@@ -121,7 +122,7 @@ def _run_planned(case: Case, plan: Plan, budget: int, poll: Poll) -> list[PhaseR
     return session.report.phases
 
 
-def _handle(case: Case, budget: int, activations: int | str = "auto") -> Handle:
+def _handle(case: AnyCase, budget: int, activations: int | str = "auto") -> Handle:
     settings = replace(SETTINGS, device_memory=budget, activation_memory=activations)
     return load(case.folder, device="cpu", dtype="float32", settings=settings)
 
@@ -197,7 +198,7 @@ def _failed_fit(where: FitRow, error: Exception) -> FitRow:
     return replace(where, status="failed", reason=failure(error))
 
 
-def phase_activations(case: Case, poll: Poll) -> dict[str, int]:
+def phase_activations(case: AnyCase, poll: Poll) -> dict[str, int]:
     """Bytes that the activations of each phase take at most, counted by `LiveBytes` on real tensors.
 
     The phases are run as `encode`, `denoise` and `decode` run them, but all weights are there before the count begins:

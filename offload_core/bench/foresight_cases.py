@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ..errors import InputError
 from ..session import SilentObserver
@@ -89,6 +89,16 @@ class Case:
         return f"{self.family} {self.size}"
 
 
+class AnyCase(Protocol):
+    """What is asked for. folder: of the model. call: the arguments of its pipeline's call."""
+
+    @property
+    def folder(self) -> Path: ...
+
+    @property
+    def call(self) -> dict[str, Any]: ...
+
+
 def chosen(names: Sequence[str] | None) -> dict[str, tuple[Size, ...]]:
     """The families of these names with their sizes, all without names. Raises InputError for one that isn't known."""
     unknown = [name for name in names or () if name not in FAMILIES]
@@ -108,7 +118,7 @@ def tiny_folder(family: str, home: Path) -> Path:
 class Foretold:
     """What is foretold of a case: traced once, planned for any budget."""
 
-    def __init__(self, case: Case, poll: Poll, *, tiles: bool = False) -> None:
+    def __init__(self, case: AnyCase, poll: Poll, *, tiles: bool = False) -> None:
         """tiles: whether plans may decode in tiles, which is traced then, too. Raises what `phases.foresee` raises."""
         from ..phases import foresee, load
         from ..session import Session

@@ -7,7 +7,7 @@ the ones every test of the engine should cover, and ``VARIANTS`` are picture-con
 
 from .family import Family
 from .pictures import mask, picture
-from .running import load_tiny, one_shot, run_whole, save_tiny
+from .running import as_pipeline, load_tiny, one_shot, run_all, run_whole, save_tiny
 from .table import FAMILIES, REQUIRED
 from .variants import VARIANTS, Variant
 
@@ -17,10 +17,12 @@ __all__ = [
     "VARIANTS",
     "Family",
     "Variant",
+    "as_pipeline",
     "load_tiny",
     "mask",
     "one_shot",
     "picture",
+    "run_all",
     "run_whole",
     "save_tiny",
 ]

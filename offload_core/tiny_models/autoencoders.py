@@ -8,6 +8,7 @@ from .weights import spread_around, with_weights
 
 LATENT_CHANNELS = 4
 WIDTHS = (8, 16, 16)  # three levels: one latent cell is 4 x 4 pixels
+CELL_PIXELS = 4
 
 
 def autoencoder_kl(name: str, widths: tuple[int, ...] = WIDTHS, **config: Any) -> AutoencoderKL:

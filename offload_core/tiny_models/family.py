@@ -18,6 +18,8 @@ class Family:
     guidance: what to add to ``call`` to switch real classifier-free guidance on.
     count_argument: the argument that asks for several pictures or videos of one prompt; None where none works.
     oddities: what a user of this family should know.
+    title: the name that people know it by; empty for a twin of another row, which needs no line in docs/families.md.
+    task: what `call` does, where that isn't a picture or a video from texts alone.
     """
 
     name: str
@@ -26,6 +28,8 @@ class Family:
     guidance: Mapping[str, Any]
     count_argument: str | None = "num_images_per_prompt"
     oddities: tuple[str, ...] = field(default=())
+    title: str = ""
+    task: str = ""
 
     def build(self) -> DiffusionPipeline:
         """Return the pipeline, the same bits each time; the global random state stays as it was."""
@@ -37,6 +41,11 @@ class Family:
     def guided_call(self) -> dict[str, Any]:
         """Keyword arguments of the same small run with classifier-free guidance, complete in themselves."""
         return {**self.call, **self.guidance}
+
+    @property
+    def own_task(self) -> str:
+        """What `call` does."""
+        return self.task or ("text to video" if self.makes_video else "text to image")
 
     @property
     def makes_video(self) -> bool:

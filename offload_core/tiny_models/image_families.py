@@ -46,7 +46,7 @@ KLEIN_TEXT_LAYERS = 28  # the pipeline's default reads hidden states 9, 18 and 2
 def sd15() -> StableDiffusionPipeline:
     """Return a Stable Diffusion 1.5 pipeline without a safety checker."""
     unet = UNet2DConditionModel(
-        **_unet_sizes(), cross_attention_dim=32, attention_head_dim=2, transformer_layers_per_block=1
+        **unet_sizes(), cross_attention_dim=32, attention_head_dim=2, transformer_layers_per_block=1
     )
     return StableDiffusionPipeline(
         vae=autoencoders.autoencoder_kl("sd15.vae", scaling_factor=0.18215, force_upcast=False),
@@ -75,7 +75,7 @@ def sdxl(force_upcast: bool = False) -> StableDiffusionXLPipeline:
     """Return an SDXL pipeline; with ``force_upcast`` a float16 run decodes in float32."""
     first, second = 16, 24  # widths of the two text encoders, which the UNet sees side by side
     unet = UNet2DConditionModel(
-        **_unet_sizes(),
+        **unet_sizes(),
         cross_attention_dim=first + second,
         attention_head_dim=(2, 4),
         transformer_layers_per_block=(1, 2),
@@ -135,7 +135,7 @@ def sd3() -> StableDiffusion3Pipeline:
 def flux() -> FluxPipeline:
     """Return a FLUX.1-dev pipeline (guidance embedded)."""
     transformer = FluxTransformer2DModel(
-        **_flow_sizes(), axes_dims_rope=(4, 6, 6), pooled_projection_dim=32, guidance_embeds=True
+        **flow_sizes(), axes_dims_rope=(4, 6, 6), pooled_projection_dim=32, guidance_embeds=True
     )
     return FluxPipeline(
         scheduler=FlowMatchEulerDiscreteScheduler(**DYNAMIC_SHIFT),
@@ -151,7 +151,7 @@ def flux() -> FluxPipeline:
 def flux2_klein() -> Flux2KleinPipeline:
     """Return a FLUX.2 klein base pipeline: not distilled, so classifier-free guidance is real."""
     tokenizer, width = qwen_tokenizer(), 16
-    sizes = _flow_sizes() | {"joint_attention_dim": 3 * width}
+    sizes = flow_sizes() | {"joint_attention_dim": 3 * width}
     transformer = Flux2Transformer2DModel(**sizes, axes_dims_rope=(4, 4, 4, 4), guidance_embeds=False)
     return Flux2KleinPipeline(
         scheduler=FlowMatchEulerDiscreteScheduler(**DYNAMIC_SHIFT),
@@ -166,7 +166,7 @@ def flux2_klein() -> Flux2KleinPipeline:
 def chroma() -> ChromaPipeline:
     """Return a Chroma pipeline: T5 only, modulation from one small approximator."""
     transformer = ChromaTransformer2DModel(
-        **_flow_sizes(),
+        **flow_sizes(),
         axes_dims_rope=(4, 6, 6),
         approximator_num_channels=16,
         approximator_hidden_dim=32,
@@ -241,7 +241,8 @@ def _safety_checker(name: str) -> StableDiffusionSafetyChecker:
     return checker
 
 
-def _unet_sizes() -> dict:
+def unet_sizes() -> dict[str, Any]:
+    """Return the sizes of the UNets: two levels, the second with attention."""
     return {
         "block_out_channels": (16, 32),
         "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
@@ -254,7 +255,7 @@ def _unet_sizes() -> dict:
     }
 
 
-def _flow_sizes() -> dict:
+def flow_sizes() -> dict[str, Any]:
     """Return the sizes that FLUX.1, FLUX.2 and Chroma share: two double blocks and three single ones."""
     return {
         "in_channels": PACKED_CHANNELS,

@@ -1,5 +1,7 @@
 """Save a tiny pipeline as a plain diffusers folder, and run such a folder in one go."""
 
+import json
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +24,15 @@ def save_tiny(name: str, directory: Path | str, dtype: torch.dtype = torch.float
     with _no_progress_bars():
         pipeline.save_pretrained(directory)
     return Path(directory)
+
+
+def as_pipeline(folder: Path | str, pipeline_class: type[DiffusionPipeline], copy: Path | str) -> Path:
+    """Write a copy of a folder that is of another pipeline class over the same components; return its path."""
+    shutil.copytree(folder, copy)
+    index = Path(copy) / "model_index.json"
+    names = json.loads(index.read_text("utf-8")) | {"_class_name": pipeline_class.__name__}
+    index.write_text(json.dumps(names, indent=2), "utf-8")
+    return Path(copy)
 
 
 def load_tiny(
@@ -55,10 +66,16 @@ def run_whole(pipeline: DiffusionPipeline, *, seed: int, **kwargs: Any) -> torch
 
     Returns float32 pictures (B, C, H, W) or videos (B, F, C, H, W) in 0 … 1.
     """
+    return run_all(pipeline, seed=seed, **kwargs)[0]
+
+
+def run_all(pipeline: DiffusionPipeline, *, seed: int, **kwargs: Any) -> tuple[torch.Tensor, ...]:
+    """The same, with the sound as a second tensor (B, channels, samples) where the pipeline makes one, too."""
     generator = torch.Generator("cpu").manual_seed(seed)
     with _no_progress_bars():
-        result = pipeline(**{"output_type": "pt", **kwargs}, generator=generator)[0]
-    return torch.as_tensor(result).float()
+        result = pipeline(**{"output_type": "pt", **kwargs}, generator=generator)
+    sound = getattr(result, "audio", None)
+    return tuple(torch.as_tensor(part).float() for part in (result[0], sound) if part is not None)
 
 
 def one_shot(

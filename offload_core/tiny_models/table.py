@@ -5,28 +5,13 @@ texts are cut off after ``max_sequence_length`` letters (or bytes), where a real
 """
 
 from . import image_families, other_image_families, other_video_families, video_families
+from .calls import BY_32, GUIDANCE, LTX2_PLAIN, PICTURE, SHORT_TEXT, TRUE_CFG, UNGUIDED, VIDEO, VIDEOS
 from .family import Family
+from .more_image_table import MORE_IMAGE_ROWS
 from .pictures import picture
 
-PICTURE = {"prompt": "a red fox", "height": 48, "width": 64, "num_inference_steps": 2}
-VIDEO = PICTURE | {"num_frames": 5}
-BY_32 = {"height": 64, "width": 96}  # for pipelines that want multiples of 32
-SHORT_TEXT = {"max_sequence_length": 48}
-UNGUIDED = {"guidance_scale": 1.0}
-GUIDANCE = {"negative_prompt": "blurry", "guidance_scale": 5.0}
-TRUE_CFG = {"negative_prompt": "blurry", "true_cfg_scale": 4.0}
-VIDEOS = "num_videos_per_prompt"
-LTX2_PLAIN = UNGUIDED | {
-    "audio_guidance_scale": 1.0,
-    "stg_scale": 0.0,
-    "audio_stg_scale": 0.0,
-    "modality_scale": 1.0,
-    "audio_modality_scale": 1.0,
-    "spatio_temporal_guidance_blocks": None,
-}
-
 REQUIRED_ROWS = (
-    Family("sd15", image_families.sd15, PICTURE | UNGUIDED, GUIDANCE),
+    Family("sd15", image_families.sd15, PICTURE | UNGUIDED, GUIDANCE, title="Stable Diffusion 1.5"),
     Family(
         "sd15_safety",
         image_families.sd15_safety,
@@ -46,6 +31,7 @@ REQUIRED_ROWS = (
             "guidance_scale is an input of the transformer; real guidance needs true_cfg_scale and a negative prompt",
             "bfloat16 is far from float32 (0.1 on average), because the timestep is rounded before its sines are taken",
         ),
+        title="FLUX.1 dev",
     ),
     Family(
         "sdxl",
@@ -53,6 +39,7 @@ REQUIRED_ROWS = (
         PICTURE | UNGUIDED,
         GUIDANCE,
         oddities=("tokenizer_2 pads with '!', so the two encoders see different ids",),
+        title="SDXL",
     ),
     Family(
         "sdxl_fp16_force_upcast",
@@ -61,7 +48,7 @@ REQUIRED_ROWS = (
         GUIDANCE,
         oddities=("the weights of sdxl; only a float16 run differs, its VAE decodes in float32",),
     ),
-    Family("sd3", image_families.sd3, PICTURE | SHORT_TEXT | UNGUIDED, GUIDANCE),
+    Family("sd3", image_families.sd3, PICTURE | SHORT_TEXT | UNGUIDED, GUIDANCE, title="Stable Diffusion 3.5"),
     Family(
         "flux2_klein",
         image_families.flux2_klein,
@@ -72,6 +59,7 @@ REQUIRED_ROWS = (
             "28 text layers, because the default call reads hidden states 9, 18 and 27",
             "bfloat16 is far from float32, as with flux",
         ),
+        title="FLUX.2 klein",
     ),
     Family(
         "z_image",
@@ -79,6 +67,7 @@ REQUIRED_ROWS = (
         PICTURE | SHORT_TEXT | {"guidance_scale": 0.0},
         GUIDANCE,
         oddities=("a prompt given as a list is overwritten in place with its chat template: pass a copy",),
+        title="Z-Image",
     ),
     Family(
         "qwen_image",
@@ -89,8 +78,9 @@ REQUIRED_ROWS = (
             "guided by default (true_cfg_scale 4), but only with a negative prompt",
             "the first 34 tokens of the template are cut off by number, and here too they are its fixed text",
         ),
+        title="Qwen-Image",
     ),
-    Family("chroma", image_families.chroma, PICTURE | SHORT_TEXT | UNGUIDED, GUIDANCE),
+    Family("chroma", image_families.chroma, PICTURE | SHORT_TEXT | UNGUIDED, GUIDANCE, title="Chroma"),
     Family(
         "wan22_a14b",
         video_families.wan22_a14b,
@@ -98,6 +88,7 @@ REQUIRED_ROWS = (
         GUIDANCE,
         count_argument=VIDEOS,
         oddities=("of the two steps the first is transformer's and the second transformer_2's",),
+        title="Wan 2.2 A14B",
     ),
     Family(
         "wan22_5b",
@@ -106,6 +97,7 @@ REQUIRED_ROWS = (
         GUIDANCE,
         count_argument=VIDEOS,
         oddities=("latent cells are 16 x 16 pixels and patches 2 x 2 cells: sizes are multiples of 32",),
+        title="Wan 2.2 5B",
     ),
 )
 
@@ -117,6 +109,8 @@ OTHER_ROWS = (
         GUIDANCE,
         count_argument=VIDEOS,
         oddities=("needs a picture, which the VAE encodes before the first step", "both experts run, one step each"),
+        title="Wan 2.2 I2V A14B",
+        task="image to video",
     ),
     Family(
         "sana",
@@ -127,6 +121,7 @@ OTHER_ROWS = (
             "sizes are multiples of 32; resolution binning would round them to about 1024",
             "the call's long default instruction is put before the prompt, but not by encode_prompt's default",
         ),
+        title="Sana",
     ),
     Family(
         "lumina2",
@@ -134,6 +129,7 @@ OTHER_ROWS = (
         PICTURE | UNGUIDED,
         GUIDANCE,
         oddities=("the pipeline takes latent cells of 8 x 8 pixels for granted, so the VAE has that scale",),
+        title="Lumina 2",
     ),
     Family(
         "pixart_sigma",
@@ -141,6 +137,7 @@ OTHER_ROWS = (
         PICTURE | SHORT_TEXT | UNGUIDED | {"use_resolution_binning": False, "clean_caption": False},
         GUIDANCE,
         oddities=("clean_caption, on by default, needs two more packages and falls back with a warning",),
+        title="PixArt-Sigma",
     ),
     Family(
         "krea2",
@@ -148,8 +145,16 @@ OTHER_ROWS = (
         PICTURE | SHORT_TEXT | {"guidance_scale": 0.0},
         GUIDANCE,
         oddities=("reads hidden states 1, 2 and 4, as its config says; guided above 0, not above 1",),
+        title="Krea 2",
     ),
-    Family("ltx", other_video_families.ltx, VIDEO | BY_32 | SHORT_TEXT | UNGUIDED, GUIDANCE, count_argument=VIDEOS),
+    Family(
+        "ltx",
+        other_video_families.ltx,
+        VIDEO | BY_32 | SHORT_TEXT | UNGUIDED,
+        GUIDANCE,
+        count_argument=VIDEOS,
+        title="LTX-Video",
+    ),
     Family(
         "ltx_timestep",
         other_video_families.ltx_timestep,
@@ -171,6 +176,7 @@ OTHER_ROWS = (
             "one_shot gives the video alone; the pipeline's second result is the sound",
             "by default it runs two extra forwards per step, one of them without block 28, which is not here",
         ),
+        title="LTX-2",
     ),
     Family(
         "cogvideox",
@@ -179,6 +185,7 @@ OTHER_ROWS = (
         GUIDANCE,
         count_argument=None,
         oddities=("makes one video whatever num_videos_per_prompt says", "5 frames would come back as 8, 9 stay 9"),
+        title="CogVideoX",
     ),
     Family(
         "hunyuan_video",
@@ -187,6 +194,7 @@ OTHER_ROWS = (
         TRUE_CFG,
         count_argument=VIDEOS,
         oddities=("guidance_scale is an input of the transformer, as with flux",),
+        title="HunyuanVideo",
     ),
     Family(
         "hunyuan_video15",
@@ -200,8 +208,9 @@ OTHER_ROWS = (
             "two videos of one prompt raise in the transformer, and so do two prompts",
             "20 MB and 2 s a run: a layer 2048 wide and text of 1000 tokens are fixed in the library",
         ),
+        title="HunyuanVideo 1.5",
     ),
 )
 
 REQUIRED: tuple[str, ...] = tuple(row.name for row in REQUIRED_ROWS)
-FAMILIES: dict[str, Family] = {row.name: row for row in (*REQUIRED_ROWS, *OTHER_ROWS)}
+FAMILIES: dict[str, Family] = {row.name: row for row in (*REQUIRED_ROWS, *OTHER_ROWS, *MORE_IMAGE_ROWS)}

@@ -11,7 +11,11 @@ from transformers import (
     Gemma3Config,
     Gemma3ForConditionalGeneration,
     LlamaConfig,
+    LlamaForCausalLM,
     LlamaModel,
+    Mistral3Config,
+    Mistral3ForConditionalGeneration,
+    Mistral3Model,
     PreTrainedTokenizerBase,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
@@ -159,6 +163,37 @@ def gemma3(name: str, tokenizer: PreTrainedTokenizerBase, *, layers: int = 2) ->
 def llama(name: str, tokenizer: PreTrainedTokenizerBase, *, layers: int = 4) -> LlamaModel:
     """Return a Llama model without its output head."""
     return with_weights(LlamaModel(LlamaConfig(**_decoder_sizes(tokenizer, layers, 32))), name)
+
+
+def llama_with_head(name: str, tokenizer: PreTrainedTokenizerBase, *, layers: int = 4) -> LlamaForCausalLM:
+    """Return a Llama model with its output head."""
+    return with_weights(LlamaForCausalLM(LlamaConfig(**_decoder_sizes(tokenizer, layers, 32))), name)
+
+
+def mistral3(name: str, tokenizer: PreTrainedTokenizerBase, *, layers: int = 3) -> Mistral3ForConditionalGeneration:
+    """Return a Mistral 3 model with its output head; the vision half has two layers."""
+    return with_weights(Mistral3ForConditionalGeneration(_mistral3_config(tokenizer, layers)), name)
+
+
+def mistral3_model(name: str, tokenizer: PreTrainedTokenizerBase, *, layers: int = 3) -> Mistral3Model:
+    """Return the same without its output head."""
+    return with_weights(Mistral3Model(_mistral3_config(tokenizer, layers)), name)
+
+
+def _mistral3_config(tokenizer: PreTrainedTokenizerBase, layers: int) -> Mistral3Config:
+    return Mistral3Config(
+        text_config={"model_type": "mistral", "head_dim": 16, **_decoder_sizes(tokenizer, layers, 32)},
+        vision_config={
+            "model_type": "pixtral",
+            "hidden_size": 16,
+            "intermediate_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "head_dim": 8,
+            "image_size": 32,
+            "patch_size": 8,
+        },
+    )
 
 
 def _t5_sizes(width: int) -> dict:

@@ -9,6 +9,9 @@ import diffusers
 from .pictures import mask, picture
 from .table import FAMILIES
 
+IMAGE, VIDEO, EDIT, INPAINT, CONTROL = "image to image", "image to video", "edit", "inpaint", "control"
+SHORT = {IMAGE: "img2img", VIDEO: "i2v", EDIT: "edit", INPAINT: "inpaint", CONTROL: "control"}
+
 
 @dataclass(frozen=True)
 class Variant:
@@ -16,46 +19,49 @@ class Variant:
 
     name: the key in VARIANTS.
     family: whose folder it runs on.
+    task: what it does: "image to image", "image to video", "edit", "inpaint" or "control".
     pipeline_class: what to load the folder with.
     call: keyword arguments of a small run, the picture among them.
     """
 
     name: str
     family: str
+    task: str
     pipeline_class: type[diffusers.DiffusionPipeline]
     call: Mapping[str, Any]
 
 
-def _variant(name: str, family: str, pipeline_class: type, *, without: tuple[str, ...] = (), **extra: Any) -> Variant:
+def variant(
+    family: str, task: str, pipeline_class: type, *, name: str = "", without: tuple[str, ...] = (), **extra: Any
+) -> Variant:
     """Return a variant whose call is the family's own, less some arguments, plus others."""
     call = {key: value for key, value in FAMILIES[family].call.items() if key not in without}
-    return Variant(name, family, pipeline_class, call | extra)
+    return Variant(name or f"{family}_{SHORT[task]}", family, task, pipeline_class, call | extra)
 
 
 FOX = picture("fox")
 WIDE_FOX = picture("fox", 64, 96)
 SIZE = ("height", "width")
 FOUR_STEPS: dict[str, Any] = {"num_inference_steps": 4, "strength": 0.6}  # two of them are run
+REPAINT: dict[str, Any] = {"image": FOX, "mask_image": mask(), **FOUR_STEPS}
 
 ROWS = (
-    _variant("sd15_img2img", "sd15", diffusers.StableDiffusionImg2ImgPipeline, without=SIZE, image=FOX, **FOUR_STEPS),
-    _variant("sdxl_img2img", "sdxl", diffusers.StableDiffusionXLImg2ImgPipeline, without=SIZE, image=FOX, **FOUR_STEPS),
-    _variant(
-        "sdxl_inpaint", "sdxl", diffusers.StableDiffusionXLInpaintPipeline, image=FOX, mask_image=mask(), **FOUR_STEPS
-    ),
-    _variant("flux_img2img", "flux", diffusers.FluxImg2ImgPipeline, image=FOX, **FOUR_STEPS),
-    _variant("flux_kontext", "flux", diffusers.FluxKontextPipeline, image=FOX, max_area=48 * 64, _auto_resize=False),
-    _variant(
-        "flux2_klein_edit",
+    variant("sd15", IMAGE, diffusers.StableDiffusionImg2ImgPipeline, without=SIZE, image=FOX, **FOUR_STEPS),
+    variant("sdxl", IMAGE, diffusers.StableDiffusionXLImg2ImgPipeline, without=SIZE, image=FOX, **FOUR_STEPS),
+    variant("sdxl", INPAINT, diffusers.StableDiffusionXLInpaintPipeline, **REPAINT),
+    variant("flux", IMAGE, diffusers.FluxImg2ImgPipeline, image=FOX, **FOUR_STEPS),
+    variant("flux_kontext", EDIT, diffusers.FluxKontextPipeline, name="flux_kontext"),
+    variant(
         "flux2_klein",
+        EDIT,
         diffusers.Flux2KleinPipeline,
         image=[picture("first", 64, 64), picture("second", 64, 64)],
     ),
-    _variant("z_image_img2img", "z_image", diffusers.ZImageImg2ImgPipeline, image=FOX, **FOUR_STEPS),
-    _variant("qwen_image_img2img", "qwen_image", diffusers.QwenImageImg2ImgPipeline, image=FOX, **FOUR_STEPS),
-    _variant("wan22_5b_i2v", "wan22_5b", diffusers.WanImageToVideoPipeline, image=WIDE_FOX),
-    _variant("ltx_i2v", "ltx", diffusers.LTXImageToVideoPipeline, image=WIDE_FOX),
-    _variant("ltx2_i2v", "ltx2", diffusers.LTX2ImageToVideoPipeline, image=WIDE_FOX, image_crf=0),
+    variant("z_image", IMAGE, diffusers.ZImageImg2ImgPipeline, image=FOX, **FOUR_STEPS),
+    variant("qwen_image", IMAGE, diffusers.QwenImageImg2ImgPipeline, image=FOX, **FOUR_STEPS),
+    variant("wan22_5b", VIDEO, diffusers.WanImageToVideoPipeline, image=WIDE_FOX),
+    variant("ltx", VIDEO, diffusers.LTXImageToVideoPipeline, image=WIDE_FOX),
+    variant("ltx2", VIDEO, diffusers.LTX2ImageToVideoPipeline, image=WIDE_FOX, image_crf=0),
 )
 
 VARIANTS: dict[str, Variant] = {row.name: row for row in ROWS}
