@@ -146,6 +146,19 @@ def test_interrupts_are_polled_in_encode_and_decode_too() -> None:
         po.decode(handle, latents, session=po.Session(StopAt(3)))
 
 
+def test_a_part_that_was_taken_before_its_component_was_loaded_runs_as_the_loaded_one() -> None:
+    # Ideogram 4 takes the layers of its text encoder first and then calls them one by one.
+    ids = torch.arange(4)[None]
+    with po.open_phase(handle_of("flux"), "text_encoder") as phase:
+        encoder: Any = phase.modules["text_encoder"]
+        taken = encoder.embeddings
+        made = taken(input_ids=ids)
+        assert encoder.embeddings is not taken
+        assert torch.equal(made, encoder.embeddings(input_ids=ids))
+    with pytest.raises(po.ColdWeightError, match=r"text_encoder\.embeddings"):
+        taken(input_ids=ids)
+
+
 def test_two_experts_are_never_loaded_together(monkeypatch: pytest.MonkeyPatch) -> None:
     from offload_core.phases._components import Component
 

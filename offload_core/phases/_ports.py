@@ -12,6 +12,7 @@ import contextlib
 import functools
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -282,8 +283,14 @@ class _GatedPart:
     """Mixed in before the class of a cold component's part."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        run = functools.partial(super().__call__)  # type: ignore[misc]
+        run = functools.partial(self._run_loaded, super().__call__)  # type: ignore[misc]
         return self._gate.enter(self, self._path, run, args, kwargs)  # type: ignore[attr-defined]
+
+    def _run_loaded(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Loading gives the component other parts. A pipeline that took this one before (Ideogram 4 calls the layers of
+        its text encoder one by one) means the one that is in its place now."""
+        part = self._component().get_submodule(self._path)  # type: ignore[attr-defined]
+        return run(*args, **kwargs) if part is self else part(*args, **kwargs)
 
 
 def _entry(name: str) -> Callable[..., Any]:
@@ -314,6 +321,7 @@ def attach_gate(module: nn.Module, gate: Gate) -> None:
             continue
         part.__dict__["_gate"] = gate
         part.__dict__["_path"] = path
+        part.__dict__["_component"] = weakref.ref(module)
         mixin: Any = _GatedPart if path else _Gated
         if not hasattr(type(part), "_is_gated"):
             part.__class__ = _gated_class(type(part), mixin)  # type: ignore[arg-type]
