@@ -410,6 +410,12 @@ def test_experts_that_are_chosen_by_what_was_computed_are_taken_to_be_used_evenl
     assert traced(cold(Tied()), torch.tensor([[1]]), head=False).assumed == ""
 
 
+@pytest.mark.parametrize(("name", "alone"), [("wan22_a14b", True), ("ideogram4", False)])
+def test_denoisers_that_take_turns_make_room_and_those_that_alternate_both_stay(name: str, alone: bool) -> None:
+    _, denoise, _ = (next(iter(phase)) for phase in foretold_phases(name))
+    assert [component.alone for component in denoise.job.components] == [alone, alone]
+
+
 def test_a_denoiser_that_cannot_be_traced_is_estimated_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """The estimate is rough, and it stands in for the same weights and about as much work."""
     (_, known, _) = (next(iter(phase)) for phase in foretold_phases("flux"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -186,6 +187,7 @@ class _Watch:
         self.steps = 0
         self._own: dict[str, tuple[PartSize, ...]] = {}  # of components with LoRAs: the weights without them
         self._added: dict[str, int] = {}  # and the bytes of the LoRAs
+        self._turns: list[str] = []  # whose call came after whose, each once for calls in a row
         self._times: Counter[tuple[str, str, int]] = Counter()
         self._traces: dict[int, Trace] = {}
 
@@ -238,7 +240,7 @@ class _Watch:
         used = dict.fromkeys(call.component for call in calls)
         components = [self._component_job(phase.components[name], calls) for name in used]
         if phase.name == "denoise":
-            components = _alone(components, phase)
+            components = _alone(components, phase, self._turns)
         assumed = tuple(
             dict.fromkeys(f"{call.component}: {call.trace.assumed}" for call in calls if call.trace.assumed)
         )
@@ -268,6 +270,8 @@ class _Watch:
     def _add(self, component: str, name: str, trace: Trace) -> None:
         self._traces[id(trace)] = trace
         self._times[component, name, id(trace)] += 1
+        if self._turns[-1:] != [component]:
+            self._turns.append(component)
 
 
 class _TracedPort:
@@ -371,7 +375,13 @@ def _traced(ports: dict[str, Port], watch: _Watch) -> dict[str, Port]:
     return {name: port if isinstance(port, quiet) else _TracedPort(name, port, watch) for name, port in ports.items()}
 
 
-def _alone(components: list[ComponentJob], phase: Phase) -> list[ComponentJob]:
-    """Experts of one class take turns: each makes room for the next."""
-    classes = Counter(phase.components[component.name].source.class_name for component in components)
-    return [replace(c, alone=classes[phase.components[c.name].source.class_name] > 1) for c in components]
+def _alone(components: list[ComponentJob], phase: Phase, turns: list[str]) -> list[ComponentJob]:
+    """Experts of one class take turns: each makes room for the next. Those that alternate (Ideogram 4's) both stay."""
+    classes = {component.name: phase.components[component.name].source.class_name for component in components}
+    alone = set()
+    for cls, count in Counter(classes.values()).items():
+        mine = [name for name in turns if classes.get(name) == cls]
+        changes = sum(before != after for before, after in itertools.pairwise(mine))
+        if count > 1 and changes == count - 1:  # none comes back
+            alone.add(cls)
+    return [replace(component, alone=classes[component.name] in alone) for component in components]
