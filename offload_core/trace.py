@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -99,6 +99,7 @@ class Tracer(MemoryCount):
         self._weights: dict[Any, torch.Tensor] = {}  # by entry: its fake hot copy
         self._call: _Recorded | None = None
         self.real_bytes = _REAL_BYTES  # results of real tensors up to this size are real
+        self.crowded = False  # experts that are chosen by what was computed: the first ones get every token
         self._blind = self._spread = self._has_spread = False
         self._stop: BaseException | None = None
         self._traced: dict[str, tuple[Trace, Any, int]] = {}  # trace, shapes of the result, bytes that it left behind
@@ -138,6 +139,19 @@ class Tracer(MemoryCount):
         return trace, result
 
     def _trace(
+        self, name: str, run: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> tuple[Trace, Any, int]:
+        trace, shapes, left = self._traced_once(name, run, args, kwargs)
+        if trace.assumed:  # the work is that of experts that are used evenly, the memory the most they could take
+            self.crowded = True
+            try:
+                worst = self._traced_once(name, run, args, kwargs)[0].peak_bytes
+            finally:
+                self.crowded = False
+            trace = _with_peak(trace, worst)
+        return trace, shapes, left
+
+    def _traced_once(
         self, name: str, run: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> tuple[Trace, Any, int]:
         for real_bytes, spread in ((_REAL_BYTES, False), (_REAL_BYTES_IN_NEED, False), (_REAL_BYTES_IN_NEED, True)):
@@ -231,7 +245,7 @@ class Tracer(MemoryCount):
             self.leave_out(tensors)
         result = self._run(func, args, kwargs, flat, spec, tensors)
         if self._spread and func.overloadpacket is aten.topk and isinstance(result[1], FakeTensor):
-            result, self._has_spread = (result[0], _spread_evenly(result[1], args)), True
+            result, self._has_spread = (result[0], _chosen(result[1], args, self.crowded)), True
         self.made(result)
         self._call.add(func, args, kwargs, result, tensors)
         return result
@@ -372,15 +386,25 @@ def _without_masks(indices: Sequence[Any]) -> list[Any]:
     return plain
 
 
-def _spread_evenly(chosen: torch.Tensor, args: Sequence[Any]) -> torch.Tensor:
-    """Real places in the stead of those that `topk` would choose: all as often."""
-    values, _, dim = args[0], args[1], args[2] if len(args) > 2 else -1
-    places = torch.arange(chosen.numel()).view(chosen.movedim(dim, -1).shape) % values.shape[dim]
+def _chosen(chosen: torch.Tensor, args: Sequence[Any], crowded: bool) -> torch.Tensor:
+    """Real places in the stead of those that `topk` would choose: all as often, or the first ones each time."""
+    values, count, dim = args[0], args[1], args[2] if len(args) > 2 else -1
+    among = count if crowded else values.shape[dim]
+    places = torch.arange(chosen.numel()).view(chosen.movedim(dim, -1).shape) % among
     return places.movedim(-1, dim).contiguous()
 
 
+def _with_peak(trace: Trace, peak_bytes: int) -> Trace:
+    """A trace whose peak is at least this high, where it is highest already."""
+    highest = trace.peak_bytes
+    if peak_bytes <= highest:
+        return trace
+    raised = (replace(s, peak_bytes=peak_bytes) if s.peak_bytes == highest else s for s in trace.stretches)
+    return replace(trace, stretches=tuple(raised))
+
+
 # Said of a model that picks experts by what it computed, and doesn't run on shapes alone.
-_EVENLY = "its experts are taken to be used evenly"
+_EVENLY = "its experts are taken to be used evenly, and in memory as unevenly as can be"
 _INDEXING = {aten.index, aten.index_put, aten.index_put_}
 _ALIASES = {aten.detach.default, aten.alias.default}
 _LOOKUPS = {aten.embedding.default, aten.index_select.default}

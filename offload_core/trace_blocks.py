@@ -24,7 +24,7 @@ from .streaming import StreamedWeight
 from .trace import Stretch, Tracer, Use
 
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type, type(None))
-_OF_MODULES = {"_parameters", "_buffers", "_modules", "_gate", "_path", "training", "_is_hf_initialized"}
+_OF_MODULES = {"_parameters", "_buffers", "_modules", "_gate", "_path", "_component", "training", "_is_hf_initialized"}
 
 
 @contextlib.contextmanager
@@ -85,7 +85,7 @@ class _Blocks:
         """What decides the trace of a call; None if that can't be told."""
         leaves, spec = pytree.tree_flatten((args, kwargs))
         storages: dict[int, int] = {}
-        parts: list[Any] = [self.tracer.real_bytes, kind, str(spec)]
+        parts: list[Any] = [self.tracer.real_bytes, self.tracer.crowded, kind, str(spec)]
         for leaf in leaves:
             if isinstance(leaf, FakeTensor):
                 storage = storages.setdefault(leaf.untyped_storage()._cdata, len(storages))

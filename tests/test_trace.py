@@ -14,6 +14,7 @@ from diffusers import DiffusionPipeline, FluxTransformer2DModel
 from torch import nn
 
 import offload_core as po
+from offload_core.bench.live_bytes import LiveBytes
 from offload_core.errors import TraceError
 from offload_core.memory_count import MemoryCount
 from offload_core.phases import TracedCall, _foresee, foresee
@@ -400,6 +401,18 @@ class Experts(nn.Module):
             y.index_add_(0, tokens, expert(x[tokens]) * weight.view(-1, 1)[order[start:end]])
             start = end
         return y
+
+
+def test_the_memory_of_experts_is_that_of_the_most_uneven_choice() -> None:
+    tokens, real = torch.randn(4096, 16), Experts()
+    with torch.no_grad():
+        real.gate.weight.zero_()
+        real.gate.bias.copy_(torch.tensor([2.0, 1.0, 0.0, 0.0]))  # the first two get every token
+        with LiveBytes() as count:
+            real(tokens)
+    trace = traced(cold(Experts()), tokens)
+    assert trace.peak_bytes == count.peak_bytes
+    assert trace.flops == 2 * 4096 * 16 * 4 + 2 * 2 * 4096 * 16 * 16  # the work is still that of all experts
 
 
 def test_experts_that_are_chosen_by_what_was_computed_are_taken_to_be_used_evenly() -> None:
