@@ -15,6 +15,9 @@ from offload_core.bench.family_cases import FamilyCase, family_cases
 from offload_core.bench.family_cells import CHECKS, Cell, FamilyRow, family_row
 from offload_core.cli import main
 from offload_core.errors import InputError
+from offload_core.phases import load
+from offload_core.report import PhaseReport
+from offload_core.session import Session
 from offload_core.tiny_models import FAMILIES, VARIANTS, load_tiny
 from offload_core.tiny_models.roster import LEFT_OUT, ORDER
 from staging import tiny_model
@@ -36,7 +39,10 @@ def row(title: str = "FLUX", **cells: Cell) -> FamilyRow:
 
 @pytest.mark.parametrize(
     "name",
-    [name if case.family == "chroma" else pytest.param(name, marks=pytest.mark.slow) for name, case in CASES.items()],
+    [
+        name if name == "Chroma, text to image" else pytest.param(name, marks=pytest.mark.slow)
+        for name, case in CASES.items()
+    ],
 )
 def test_a_family_runs_in_phases_as_its_row_of_the_page_says(name: str, tmp_path: Path) -> None:
     found = family_row(CASES[name], tmp_path, nothing)
@@ -51,17 +57,39 @@ def test_a_family_runs_in_phases_as_its_row_of_the_page_says(name: str, tmp_path
 def test_what_goes_wrong_is_a_cell_and_the_other_checks_still_run(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def broken(*_: Any, **__: Any) -> Any:
-        raise RuntimeError("out of order")
+    class Run:
+        """Its phases give other bits than the whole pipeline, its plan and its LoRA break."""
 
-    monkeypatch.setattr(family_cells, "Foretold", broken)
-    monkeypatch.setattr(family_cells, "decode", lambda *_, **__: torch.zeros(1, 3, 8, 8))
-    monkeypatch.setattr(family_cells, "write_lora", broken)
+        def __init__(self, *_: Any) -> None:
+            self.staged = self.streamed = self.cancelled = lambda: Cell("no", "The bits differ.")
+
+        def planned(self) -> Cell:
+            raise RuntimeError("out of order")
+
+        lora = planned
+
+    monkeypatch.setattr(family_cells, "_Run", Run)
     cells = family_row(CASES["Chroma, text to image"], tmp_path, nothing).cells
+    assert list(cells) == list(CHECKS)
     assert cells["planned"] == cells["lora"] == Cell("no", "RuntimeError: out of order")
-    assert cells["staged"] == Cell("no", "The bits differ from those of one run.")
-    assert cells["streamed"] == Cell("no", "The bits differ from those of the resident run.")
-    assert cells["cancelled"].mark == "no"
+    assert cells["staged"] == cells["streamed"] == cells["cancelled"] == Cell("no", "The bits differ.")
+
+
+def test_other_bits_leaked_bytes_and_phases_that_cant_be_stopped_are_no(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked = CASES["Stable Diffusion 1.5, text to image"].made(tmp_path)
+    handle = load(asked.folder, device="cpu", settings=family_cells.SETTINGS)
+    run = family_cells._Run(asked, handle, tmp_path, nothing)
+    right, run.expected = run.expected, (run.expected[0] + 1e-6,)
+    assert run.staged() == Cell("no", "The bits differ from those of one run.")
+    run.expected = right
+    assert run.staged() == Cell("yes")
+    run.polls = dict.fromkeys(run.polls, 10**9)  # an interrupt that never comes
+    assert run.cancelled() == Cell("no", "An interrupt in encode stops nothing.")
+    session = Session()
+    session.report.phases.append(PhaseReport("denoise", 1.0, 0.0, 8, 0, 0, 8, leaked_bytes=4))
+    assert family_cells._leaked(session) == Cell("no", "4 bytes of denoise are still held by something.")
 
 
 def test_a_model_that_cant_be_made_is_a_row_of_no(tmp_path: Path) -> None:
@@ -107,7 +135,7 @@ def test_a_remark_is_written_once_and_found_by_its_number() -> None:
     assert "| SD | edit | `FluxPipeline` | no (2) | yes | yes | - (1) | yes |" in text
     assert "1. There is no loader.\n2. It breaks.\n" in text
     assert "- **Old**: It is gone.\n" in text
-    assert "1 families, 2 tasks, 10 cells: 7 yes, 1 no, 2 where" in text
+    assert "2 families, 2 tasks, 10 cells: 7 yes, 1 no, 2 where" in text
 
 
 # --------------------------------------------------------------------------------------------- the command

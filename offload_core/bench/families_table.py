@@ -57,7 +57,7 @@ def summary_line(row: FamilyRow) -> str:
 
 
 def _summary(rows: Sequence[FamilyRow]) -> str:
-    families, cells = {row.family for row in rows}, [cell for row in rows for cell in row.cells.values()]
+    families, cells = {row.title for row in rows}, [cell for row in rows for cell in row.cells.values()]
     counts = {mark: sum(cell.mark == mark for cell in cells) for mark in ("yes", "no", "-")}
     return (
         f"{len(families)} families, {len(rows)} tasks, {len(cells)} cells: {counts['yes']} yes, {counts['no']} no, "

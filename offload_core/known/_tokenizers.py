@@ -1,5 +1,7 @@
 """Small tokenizers made here, without a download: each byte or letter is a token, so no two prompts share their ids."""
 
+from typing import Any
+
 from transformers import ByT5Tokenizer, CLIPTokenizer, GemmaTokenizer, LlamaTokenizer, Qwen2Tokenizer, T5Tokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
@@ -64,11 +66,16 @@ def t5_tokenizer() -> T5Tokenizer:
     return T5Tokenizer(vocab=vocab, extra_ids=0, model_max_length=512)
 
 
-def qwen_tokenizer() -> Qwen2Tokenizer:
-    """Return a byte-level Qwen tokenizer with the chat template and special tokens that the pipelines use."""
+def qwen_tokenizer(**options: Any) -> Qwen2Tokenizer:
+    """Return a byte-level Qwen tokenizer with the chat template and special tokens that the pipelines use.
+
+    options: further ones of its class.
+    """
     merges = _left_to_right_merges(QWEN_TEMPLATE_WORDS)
     tokens = [*bytes_to_unicode().values(), *("".join(pair) for pair in merges)]
-    tokenizer = Qwen2Tokenizer(vocab=_numbered([*tokens, "<|endoftext|>"]), merges=merges, model_max_length=2048)
+    tokenizer = Qwen2Tokenizer(
+        vocab=_numbered([*tokens, "<|endoftext|>"]), merges=merges, model_max_length=2048, **options
+    )
     tokenizer.add_special_tokens({"additional_special_tokens": list(QWEN_SPECIAL_TOKENS)})
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer

@@ -13,10 +13,10 @@ CELL_PIXELS = 4
 
 def autoencoder_kl(name: str, widths: tuple[int, ...] = WIDTHS, **config: Any) -> AutoencoderKL:
     """Return an AutoencoderKL with 4 latent channels, of scale 4 with the usual three levels."""
-    return with_weights(AutoencoderKL(**_kl_sizes(widths), **config), name, gain=0.8)
+    return with_weights(AutoencoderKL(**{**_kl_sizes(widths), **config}), name, gain=0.8)
 
 
-def flow_autoencoder_kl(name: str, widths: tuple[int, ...] = WIDTHS) -> AutoencoderKL:
+def flow_autoencoder_kl(name: str, widths: tuple[int, ...] = WIDTHS, **config: Any) -> AutoencoderKL:
     """Return an AutoencoderKL as the flow models use it: shifted latents, no quant convolutions."""
     return autoencoder_kl(
         name,
@@ -26,6 +26,7 @@ def flow_autoencoder_kl(name: str, widths: tuple[int, ...] = WIDTHS) -> Autoenco
         use_quant_conv=False,
         use_post_quant_conv=False,
         force_upcast=True,
+        **config,
     )
 
 
@@ -58,13 +59,11 @@ def autoencoder_dc(name: str) -> AutoencoderDC:
     return with_weights(vae, name)
 
 
-def autoencoder_qwen(name: str) -> AutoencoderKLQwenImage:
-    """Return a Qwen-Image VAE of scale 4."""
-    sizes: dict[str, Any] = {"base_dim": 8, "z_dim": LATENT_CHANNELS, "dim_mult": [1, 2, 2], "num_res_blocks": 1}
-    vae = AutoencoderKLQwenImage(
-        **sizes, temperal_downsample=[False, True], **_latent_statistics(name, LATENT_CHANNELS)
-    )
-    return with_weights(vae, name)
+def autoencoder_qwen(name: str, channels: int = LATENT_CHANNELS, **config: Any) -> AutoencoderKLQwenImage:
+    """Return a Qwen-Image VAE of scale 4, or as ``config`` says."""
+    sizes: dict[str, Any] = {"base_dim": 8, "dim_mult": [1, 2, 2], "temperal_downsample": [False, True]}
+    fixed = {"z_dim": channels, "num_res_blocks": 1, **_latent_statistics(name, channels)}
+    return with_weights(AutoencoderKLQwenImage(**{**sizes, **config, **fixed}), name)
 
 
 def autoencoder_wan(name: str) -> AutoencoderKLWan:

@@ -101,14 +101,14 @@ def sdxl_fp16_force_upcast() -> StableDiffusionXLPipeline:
     return sdxl(force_upcast=True)
 
 
-def sd3() -> StableDiffusion3Pipeline:
-    """Return an SD3.5 pipeline: three text encoders, one block with dual attention."""
+def sd3(channels: int = LATENT_CHANNELS) -> StableDiffusion3Pipeline:
+    """Return an SD3.5 pipeline: three text encoders, one block with dual attention. channels: of latents."""
     first, second, joint = 16, 24, 48
     transformer = SD3Transformer2DModel(
         sample_size=16,
         patch_size=2,
-        in_channels=LATENT_CHANNELS,
-        out_channels=LATENT_CHANNELS,
+        in_channels=channels,
+        out_channels=channels,
         num_layers=3,
         attention_head_dim=16,
         num_attention_heads=2,
@@ -122,7 +122,7 @@ def sd3() -> StableDiffusion3Pipeline:
     return StableDiffusion3Pipeline(
         transformer=denoiser(transformer, "sd3.transformer"),
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
-        vae=autoencoders.flow_autoencoder_kl("sd3.vae"),
+        vae=autoencoders.flow_autoencoder_kl("sd3.vae", latent_channels=channels),
         text_encoder=text_encoders.clip_text("sd3.text_encoder", first, projected=True),
         tokenizer=clip_tokenizer(),
         text_encoder_2=text_encoders.clip_text("sd3.text_encoder_2", second, projected=True, act="gelu", layers=3),

@@ -23,6 +23,7 @@ from diffusers import (
     Ideogram4Transformer2DModel,
     OvisImagePipeline,
     OvisImageTransformer2DModel,
+    StableDiffusion3InpaintPipeline,
     StableDiffusionPipeline,
     StableDiffusionXLImg2ImgPipeline,
     UNet2DConditionModel,
@@ -31,7 +32,7 @@ from diffusers import (
 from ..known._tokenizers import clip_tokenizer, llama_tokenizer, mistral_tokenizer, qwen_tokenizer, t5_tokenizer
 from . import autoencoders, text_encoders
 from .autoencoders import LATENT_CHANNELS
-from .image_families import DYNAMIC_SHIFT, PACKED_CHANNELS, STABLE_DIFFUSION_NOISE, flow_sizes, unet_sizes
+from .image_families import DYNAMIC_SHIFT, PACKED_CHANNELS, STABLE_DIFFUSION_NOISE, flow_sizes, sd3, unet_sizes
 from .weights import denoiser
 
 FLUX2_TEXT_LAYERS = (1, 2, 4)  # asked for in the call; the default reads hidden states 10, 20 and 30
@@ -85,6 +86,11 @@ def sdxl_refiner() -> StableDiffusionXLImg2ImgPipeline:
         force_zeros_for_empty_prompt=False,
         add_watermarker=False,
     )
+
+
+def sd3_inpaint() -> StableDiffusion3InpaintPipeline:
+    """Return an SD3.5 pipeline for inpainting, which allows 16 latent channels and no other number."""
+    return StableDiffusion3InpaintPipeline(**sd3(channels=16).components)
 
 
 def hidream() -> HiDreamImagePipeline:

@@ -75,7 +75,13 @@ def run_all(pipeline: DiffusionPipeline, *, seed: int, **kwargs: Any) -> tuple[t
     with _no_progress_bars():
         result = pipeline(**{"output_type": "pt", **kwargs}, generator=generator)
     sound = getattr(result, "audio", None)
-    return tuple(torch.as_tensor(part).float() for part in (result[0], sound) if part is not None)
+    return tuple(_tensor(part) for part in (result[0], sound) if part is not None)
+
+
+def _tensor(result: Any) -> torch.Tensor:
+    """What a pipeline gives, as one float32 tensor; it may be a list of one tensor for each prompt."""
+    is_list = isinstance(result, list) and isinstance(result[0], torch.Tensor)
+    return (torch.cat(result) if is_list else torch.as_tensor(result)).float()
 
 
 def one_shot(

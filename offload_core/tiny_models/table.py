@@ -6,6 +6,7 @@ texts are cut off after ``max_sequence_length`` letters (or bytes), where a real
 
 from . import image_families, other_image_families, other_video_families, video_families
 from .calls import BY_32, GUIDANCE, LTX2_PLAIN, PICTURE, SHORT_TEXT, TRUE_CFG, UNGUIDED, VIDEO, VIDEOS
+from .control_table import CONTROL_ROWS
 from .family import Family
 from .more_image_table import MORE_IMAGE_ROWS
 from .pictures import picture
@@ -213,4 +214,4 @@ OTHER_ROWS = (
 )
 
 REQUIRED: tuple[str, ...] = tuple(row.name for row in REQUIRED_ROWS)
-FAMILIES: dict[str, Family] = {row.name: row for row in (*REQUIRED_ROWS, *OTHER_ROWS, *MORE_IMAGE_ROWS)}
+FAMILIES: dict[str, Family] = {row.name: row for row in (*REQUIRED_ROWS, *OTHER_ROWS, *MORE_IMAGE_ROWS, *CONTROL_ROWS)}

@@ -46,6 +46,20 @@ FOUR_STEPS: dict[str, Any] = {"num_inference_steps": 4, "strength": 0.6}  # two 
 REPAINT: dict[str, Any] = {"image": FOX, "mask_image": mask(), **FOUR_STEPS}
 
 ROWS = (
+    variant("sd15", INPAINT, diffusers.StableDiffusionInpaintPipeline, **REPAINT),
+    variant("sd21", IMAGE, diffusers.StableDiffusionImg2ImgPipeline, without=SIZE, image=FOX, **FOUR_STEPS),
+    variant("sd21", INPAINT, diffusers.StableDiffusionInpaintPipeline, **REPAINT),
+    variant("sd3", IMAGE, diffusers.StableDiffusion3Img2ImgPipeline, image=FOX, **FOUR_STEPS),
+    variant("flux", INPAINT, diffusers.FluxInpaintPipeline, **REPAINT),
+    variant("flux_schnell", IMAGE, diffusers.FluxImg2ImgPipeline, image=FOX, **FOUR_STEPS),
+    variant("flux_schnell", INPAINT, diffusers.FluxInpaintPipeline, **REPAINT),
+    variant("flux_kontext", INPAINT, diffusers.FluxKontextInpaintPipeline, without=("max_area",), **REPAINT),
+    variant("flux2_dev", EDIT, diffusers.Flux2Pipeline, image=[picture("first", 64, 64), picture("second", 64, 64)]),
+    variant("flux2_klein", INPAINT, diffusers.Flux2KleinInpaintPipeline, **REPAINT),
+    variant("kolors", IMAGE, diffusers.KolorsImg2ImgPipeline, without=SIZE, image=FOX, **FOUR_STEPS),
+    variant("chroma", IMAGE, diffusers.ChromaImg2ImgPipeline, image=FOX, **FOUR_STEPS),
+    variant("qwen_image", INPAINT, diffusers.QwenImageInpaintPipeline, **REPAINT),
+    variant("z_image", INPAINT, diffusers.ZImageInpaintPipeline, **REPAINT),
     variant("sd15", IMAGE, diffusers.StableDiffusionImg2ImgPipeline, without=SIZE, image=FOX, **FOUR_STEPS),
     variant("sdxl", IMAGE, diffusers.StableDiffusionXLImg2ImgPipeline, without=SIZE, image=FOX, **FOUR_STEPS),
     variant("sdxl", INPAINT, diffusers.StableDiffusionXLInpaintPipeline, **REPAINT),
