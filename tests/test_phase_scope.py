@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import offload_core as po
+from offload_core.phases._roles import Role, role_of
 from offload_core.streaming import is_cold
 from staging import job, one_shot, staged, tiny_model, words
 
@@ -157,6 +158,10 @@ def test_a_part_that_was_taken_before_its_component_was_loaded_runs_as_the_loade
         assert torch.equal(made, encoder.embeddings(input_ids=ids))
     with pytest.raises(po.ColdWeightError, match=r"text_encoder\.embeddings"):
         taken(input_ids=ids)
+
+
+def test_a_text_encoder_whose_code_is_in_diffusers_belongs_to_encode() -> None:
+    assert role_of(handle_of("kolors").source().components["text_encoder"]) is Role.ENCODER
 
 
 def test_two_experts_are_never_loaded_together(monkeypatch: pytest.MonkeyPatch) -> None:

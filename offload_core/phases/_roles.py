@@ -42,9 +42,16 @@ def role_of(source: ComponentSource) -> Role:
         return _ROLE_BY_NAME[source.name]
     if source.stage is not None and (source.library == "transformers" or not _is_vae(source)):
         return _ROLE_BY_STAGE[source.stage]
-    if source.library == "transformers":
+    if source.library == "transformers" or _is_of_transformers(source):
         return Role.ENCODER
     return Role.VAE if _is_vae(source) else Role.DENOISER
+
+
+def _is_of_transformers(source: ComponentSource) -> bool:
+    """Whether its class is one of their models, though its code is in a folder of diffusers (ChatGLM, of Kolors)."""
+    from transformers import PreTrainedModel
+
+    return issubclass(component_class(source), PreTrainedModel)
 
 
 def _is_vae(source: ComponentSource) -> bool:
