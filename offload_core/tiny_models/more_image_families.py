@@ -35,7 +35,7 @@ from .autoencoders import LATENT_CHANNELS
 from .image_families import DYNAMIC_SHIFT, PACKED_CHANNELS, STABLE_DIFFUSION_NOISE, flow_sizes, sd3, unet_sizes
 from .weights import denoiser
 
-FLUX2_TEXT_LAYERS = (1, 2, 4)  # asked for in the call; the default reads hidden states 10, 20 and 30
+FLUX2_TEXT_LAYERS = 31  # the pipeline's default reads hidden states 10, 20 and 30
 HIDREAM_VAE_WIDTHS = (8, 16)  # scale 2, because the pipeline makes 128 x 128 latent cells whatever size is asked for
 IDEOGRAM4_TEXT_LAYERS = 36  # the pipeline reads 13 of them by number, the last one too
 IDEOGRAM4_LAYERS_READ = 13
@@ -180,7 +180,7 @@ def flux2_dev() -> Flux2Pipeline:
     return Flux2Pipeline(
         scheduler=FlowMatchEulerDiscreteScheduler(**DYNAMIC_SHIFT),
         vae=autoencoders.autoencoder_flux2("flux2_dev.vae"),
-        text_encoder=text_encoders.mistral3("flux2_dev.text_encoder", tokenizer, layers=4),
+        text_encoder=text_encoders.mistral3("flux2_dev.text_encoder", tokenizer, layers=FLUX2_TEXT_LAYERS),
         tokenizer=tokenizer,
         transformer=denoiser(transformer, "flux2_dev.transformer"),
     )

@@ -70,10 +70,11 @@ MORE_IMAGE_ROWS = (
     Family(
         "flux2_dev",
         made.flux2_dev,
-        PICTURE | UNGUIDED | {"max_sequence_length": 384, "text_encoder_out_layers": made.FLUX2_TEXT_LAYERS},
+        PICTURE | UNGUIDED | {"max_sequence_length": 384},
         {"guidance_scale": 4.0},
         oddities=(
             "takes no negative prompt: guidance is an input of the transformer",
+            "31 text layers, because the default call reads hidden states 10, 20 and 30",
             "the text is cut off after the long instruction before it, so there is room for that and the prompt",
         ),
         title="FLUX.2 dev",

@@ -56,7 +56,7 @@ ROWS = (
     variant("flux_kontext", INPAINT, diffusers.FluxKontextInpaintPipeline, without=("max_area",), **REPAINT),
     variant("flux2_dev", EDIT, diffusers.Flux2Pipeline, image=[picture("first", 64, 64), picture("second", 64, 64)]),
     variant("flux2_klein", INPAINT, diffusers.Flux2KleinInpaintPipeline, **REPAINT),
-    variant("kolors", IMAGE, diffusers.KolorsImg2ImgPipeline, without=SIZE, image=FOX, **FOUR_STEPS),
+    variant("kolors", IMAGE, diffusers.KolorsImg2ImgPipeline, image=FOX, **FOUR_STEPS),
     variant("chroma", IMAGE, diffusers.ChromaImg2ImgPipeline, image=FOX, **FOUR_STEPS),
     variant("qwen_image", INPAINT, diffusers.QwenImageInpaintPipeline, **REPAINT),
     variant("z_image", INPAINT, diffusers.ZImageInpaintPipeline, **REPAINT),
