@@ -34,6 +34,7 @@ __all__ = [
     "pipeline_class",
     "resolve_components",
     "resolve_model",
+    "resolve_part",
 ]
 
 if TYPE_CHECKING:
@@ -188,6 +189,27 @@ def resolve_components(model: str | os.PathLike[str]) -> dict[str, ComponentSour
     for component in components.values():
         component_class(component)
     return components
+
+
+def resolve_part(directory: str | os.PathLike[str], name: str, library: str) -> tuple[ComponentSource, str]:
+    """A component in a folder of its own (a ControlNet), called `name`, and the fingerprint of its files.
+
+    library: "diffusers" or "transformers"; its config.json says which class. Raises ModelError as `resolve_model` does.
+    """
+    place = Path(directory).expanduser().absolute()
+    if not (place / "config.json").is_file():
+        raise ModelError(f"There is no {name} in {show(place.name)}: it has no config.json. Give its folder.")
+    folder = ModelFolder(place.parent)
+    config = folder.read_json(place / "config.json")
+    named = config.get("_class_name") if library == "diffusers" else (config.get("architectures") or [None])[0]
+    if not isinstance(named, str):
+        raise folder.error(place / "config.json", f"doesn't say which class of {library} it is for", _AGAIN)
+    record = _Record(folder)
+    part = replace(_read_component(folder, place / "config.json", place.name, [library, named], record), name=name)
+    component_class(part)
+    if not part.has_weights:
+        raise folder.error(place, "holds no weights", _AGAIN)
+    return part, record.digest()
 
 
 def _read_pipeline(folder: ModelFolder, record: _Record) -> ModelSource:

@@ -17,6 +17,7 @@ from ._foresee import (
 from ._guest import Guest, Visit, guest_of
 from ._handle import Handle, load
 from ._images import encode_images, images_from_samples
+from ._ip_adapter import IPAdapter
 from ._loras import Lora, as_loras
 from ._records import Embeds, Images, Latents
 from ._scope import Phase, open_phase
@@ -26,6 +27,7 @@ __all__ = [
     "Embeds",
     "Guest",
     "Handle",
+    "IPAdapter",
     "Images",
     "Latents",
     "Lora",

@@ -15,6 +15,8 @@ from ..model_source import ComponentSource, ModelSource, resolve_model
 from ..settings import WEIGHT_STORAGES, OffloadSettings, check_settings
 from ..single_files.split_files import SplitFiles
 from ._blocks import blocks_make_video
+from ._companions import Companion, companion, with_companions
+from ._ip_adapter import IPAdapter, checked_adapter
 from ._loras import Lora, as_loras
 from ._pipeline import call_class, call_parameters
 from ._tasks import check_sibling, class_for_task
@@ -27,7 +29,7 @@ class Handle:
     model: folder or file as given. pipeline: the class it runs as. fingerprint: of the model's configs and files when
     it was loaded; a phase refuses files that changed since. device and dtype: as asked ("auto" is decided where the
     phase runs). loras: applied in this order. files: of a model that was given as `SplitFiles`. weight_storage: as for
-    `load`.
+    `load`. companions: components that aren't in its folder. ip_adapter: see `load`.
     """
 
     model: str = field(repr=False)
@@ -39,6 +41,8 @@ class Handle:
     loras: tuple[Lora, ...] = ()
     files: SplitFiles | None = field(default=None, repr=False)
     weight_storage: str = "as stored"
+    companions: tuple[Companion, ...] = ()
+    ip_adapter: IPAdapter | None = None
 
     def source(self) -> ModelSource:
         """The model's files, checked again. Raises ModelError if they are gone or changed since `load`."""
@@ -52,7 +56,7 @@ class Handle:
         source = resolve_model(self.files or self.model)
         if source.fingerprint != self.fingerprint:
             raise ModelError(f"The model {source.root.name} changed on disk since it was loaded. Load it again.")
-        return source
+        return with_companions(source, self.companions)
 
     def _comfy_cache_tensors(self) -> list[torch.Tensor]:
         """None: ComfyUI's cache of results asks by this name what a value holds in RAM."""
@@ -128,6 +132,8 @@ def load(
     settings: OffloadSettings | None = None,
     loras: Sequence[Any] = (),
     weight_storage: str = "as stored",
+    controlnet: str | os.PathLike[str] | None = None,
+    ip_adapter: IPAdapter | None = None,
 ) -> Handle:
     """A handle for `model`: a diffusers folder, a checkpoint file, or `SplitFiles`. Reads configs and safetensors
     headers, no weights.
@@ -137,6 +143,8 @@ def load(
     weight_storage: "as stored", or "fp8": large weights of denoisers and encoders are packed to 8 bits on their way in,
     with a scale for each row, and unpacked where they are used. That halves what bfloat16 weights take on the device,
     in RAM and on the link, and changes results a little.
+    controlnet: the folder of a ControlNet; the model then runs as the pipeline that takes its picture. ip_adapter: an
+    `IPAdapter`.
 
     Raises ModelError if the model can't be used, InputError for a dtype, device or setting that isn't one, DeviceError
     for a device that isn't there.
@@ -159,4 +167,11 @@ def load(
         files=None if isinstance(model, str | os.PathLike) else model.absolute(),
         weight_storage=weight_storage,
     )
+    companions = [companion("controlnet", controlnet, "diffusers")] if controlnet is not None else []
+    if ip_adapter is not None:
+        ip_adapter = checked_adapter(ip_adapter)
+        if ip_adapter.image_encoder is not None:
+            companions.append(companion("image_encoder", ip_adapter.image_encoder, "transformers"))
+    pipeline = with_companions(source, tuple(companions)).pipeline_class
+    handle = replace(handle, pipeline=pipeline, companions=tuple(companions), ip_adapter=ip_adapter)
     return replace(handle, loras=as_loras(loras))

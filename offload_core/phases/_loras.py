@@ -106,7 +106,14 @@ def plan_loras(phase: Phase, owned: set[str]) -> None:
     """Arranges that each owned component that a LoRA names gets it when it is loaded, in memory that is kept for it."""
     for name, change in _changes(phase, owned).items():
         component = phase.components[name]
-        component.after_load, component.added_bytes = change.apply, change.elements * component.dtype.itemsize
+        component.after_load = functools.partial(_one_by_one, [component.after_load, change.apply])
+        component.added_bytes += change.elements * component.dtype.itemsize
+
+
+def _one_by_one(changes: list[Callable[[Any], None] | None], module: Any) -> None:
+    for change in changes:
+        if change is not None:
+            change(module)
 
 
 def trace_loras(phase: Phase, owned: set[str]) -> dict[str, int]:

@@ -27,6 +27,7 @@ from ..settings import OffloadSettings
 from ..streaming import OffloadScope, StreamPlan
 from ._components import Component, Usage
 from ._handle import Handle
+from ._ip_adapter import wear_ip_adapter
 from ._pipeline import build_pipeline
 from ._ports import CapturePort, EncodeOnlyPort, Port, RunPort
 
@@ -101,6 +102,7 @@ class Phase:
                 if name in owned and not isinstance(component.gate.port, EncodeOnlyPort | CapturePort):
                     self._to_load += component.run_bytes
         self.pipeline = build_pipeline(self.source, self.modules, self.device, self._step)
+        wear_ip_adapter(self, self.handle.ip_adapter)
 
     def poll(self, arrived: int) -> None:
         self.session.observer.check_interrupt()
