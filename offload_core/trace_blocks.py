@@ -33,9 +33,10 @@ def repeated_blocks(modules: Iterable[nn.Module], tracer: Tracer) -> Iterator[No
     blocks, changed = _Blocks(tracer), []
     try:
         for part in (part for module in modules for part in module.modules()):
-            kinds = [_kind(block) for block in part] if isinstance(part, nn.ModuleList) else []
+            members = list(part.children()) if isinstance(part, nn.ModuleList) else []  # a list may hold None
+            kinds = [_kind(block) for block in members]
             often = Counter(kinds)
-            for block, kind in zip(part.children(), kinds, strict=False):
+            for block, kind in zip(members, kinds, strict=True):
                 if kind is not None and often[kind] > 1 and "forward" not in vars(block):
                     vars(block)["forward"] = functools.partial(blocks.run, block, kind, block.forward)
                     changed.append(block)

@@ -449,3 +449,11 @@ def test_a_denoiser_that_cannot_be_traced_is_estimated_and_says_so(monkeypatch: 
     assert call.times == sum(each.times for each in known.calls)
     assert 0.25 < call.trace.flops / expected.trace.flops < 4
     assert 0.25 < rough.job.activation_bytes / known.job.activation_bytes < 4
+
+
+def test_a_list_of_blocks_may_hold_none() -> None:
+    # Mochi's VAE has a list of norms in which some places are empty.
+    blocks = nn.ModuleList([nn.Linear(4, 4), None, nn.Linear(4, 4)])  # type: ignore[list-item]
+    tracer = Tracer()
+    with repeated_blocks([blocks], tracer), tracer:
+        assert not tracer.live_bytes

@@ -317,7 +317,7 @@ def _poll_each_block(module: nn.Module, poll: Callable[[int], None]) -> None:
     """An interrupt point before every repeated block, so that a cancel never waits for a whole forward."""
     for part in module.modules():
         if isinstance(part, nn.ModuleList):
-            for block in part:
+            for block in part.children():  # a list may hold None (Mochi's norms)
                 block.register_forward_pre_hook(lambda *_: poll(0))
 
 

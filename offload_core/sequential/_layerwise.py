@@ -166,5 +166,5 @@ def _named_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
             raise InputError(
                 f"{type(model).__name__} has no list of blocks {name!r}. Correct {_NAMES}, or leave it out."
             )
-        blocks += [(f"{name}.{index}", block) for index, block in enumerate(found)]
+        blocks += [(f"{name}.{index}", block) for index, block in enumerate(found) if block is not None]
     return blocks

@@ -9,6 +9,7 @@ from .calls import BY_32, GUIDANCE, LTX2_PLAIN, PICTURE, SHORT_TEXT, TRUE_CFG, U
 from .control_table import CONTROL_ROWS
 from .family import Family
 from .more_image_table import MORE_IMAGE_ROWS
+from .more_video_families import MORE_VIDEO_ROWS
 from .pictures import picture
 
 REQUIRED_ROWS = (
@@ -214,4 +215,5 @@ OTHER_ROWS = (
 )
 
 REQUIRED: tuple[str, ...] = tuple(row.name for row in REQUIRED_ROWS)
-FAMILIES: dict[str, Family] = {row.name: row for row in (*REQUIRED_ROWS, *OTHER_ROWS, *MORE_IMAGE_ROWS, *CONTROL_ROWS)}
+_ROWS = (*REQUIRED_ROWS, *OTHER_ROWS, *MORE_IMAGE_ROWS, *CONTROL_ROWS, *MORE_VIDEO_ROWS)
+FAMILIES: dict[str, Family] = {row.name: row for row in _ROWS}
