@@ -32,9 +32,14 @@ PROMISED = (
 # and two experts. The slow ones run them all.
 OFTEN = ("sd15", "flux", "flux2_klein", "wan22_a14b")
 OTHERS = tuple(name for name in FAMILIES if name not in PROMISED)
+FROM_A_PICTURE = ("image", "height", "width", "num_frames")
 # Families whose Encode needs more than the texts: the picture and its size, or no rounding to sizes of a table.
 ENCODE_NEEDS = {
-    "wan22_i2v_a14b": ("image", "height", "width", "num_frames"),
+    "wan22_i2v_a14b": FROM_A_PICTURE,
+    "wan21_i2v": FROM_A_PICTURE,
+    "wan_vace": ("reference_images", "height", "width", "num_frames"),
+    "ltx_condition": FROM_A_PICTURE,
+    "cogvideox_i2v": FROM_A_PICTURE,
     "pixart_sigma": ("height", "width", "use_resolution_binning", "clean_caption"),
 }
 

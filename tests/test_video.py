@@ -109,7 +109,7 @@ def test_decode_gives_picture_sound_and_video_and_says_what_it_lacks(monkeypatch
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["wan22_5b", "wan22_a14b", "cogvideox"])
+@pytest.mark.parametrize("name", ["wan22_5b", "wan22_a14b", "cogvideox", "hunyuan_video", "mochi", "ltx"])
 def test_a_clip_decoded_a_stretch_at_a_time_is_the_one_that_the_vae_decodes_whole(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -118,7 +118,7 @@ def test_a_clip_decoded_a_stretch_at_a_time_is_the_one_that_the_vae_decodes_whol
     model = po.load(tiny_model(name), device="cpu", dtype="bfloat16")
     config = model.source().components["vae"].config or {}
     channels = config.get("z_dim") or config["latent_channels"]
-    samples = torch.randn(1, channels, 4, 4, 6, generator=torch.Generator().manual_seed(1))
+    samples = torch.randn(1, channels, 8, 4, 6, generator=torch.Generator().manual_seed(1))
     latents = po.latents_from_samples(model, samples)
     session = po.Session()
     by_stretches = po.decode(model, latents, "np", session=session)

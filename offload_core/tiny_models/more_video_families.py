@@ -70,7 +70,7 @@ def cogvideox_i2v() -> CogVideoXImageToVideoPipeline:
     made = other_video_families.cogvideox()
     sizes = {key: value for key, value in made.transformer.config.items() if not key.startswith("_")}
     transformer = type(made.transformer)(**sizes | {"in_channels": 2 * LATENT_CHANNELS})
-    parts = made.components | {"transformer": denoiser(transformer, "cogvideox_i2v.transformer")}
+    parts = made.components | {"transformer": with_weights(transformer, "cogvideox_i2v.transformer")}
     return CogVideoXImageToVideoPipeline(**parts)
 
 
@@ -179,8 +179,11 @@ MORE_VIDEO_ROWS = (
         wan21_i2v,
         VIDEO | SHORT_TEXT | UNGUIDED | {"image": FOX},
         GUIDANCE,
-        count_argument=VIDEOS,
-        oddities=("two encoders see the picture: the VAE, and CLIP, of which the layer before the last is read",),
+        count_argument=None,
+        oddities=(
+            "two encoders see the picture: the VAE, and CLIP, of which the layer before the last is read",
+            "two videos of one prompt raise in the transformer: the picture is encoded once",
+        ),
         title="Wan 2.1 I2V",
         task="image to video",
     ),
@@ -189,8 +192,11 @@ MORE_VIDEO_ROWS = (
         wan_vace,
         VIDEO | SHORT_TEXT | UNGUIDED | {"reference_images": FOX},
         GUIDANCE,
-        count_argument=VIDEOS,
-        oddities=("the reference is a latent frame before the video's own, and cut off before the decode",),
+        count_argument=None,
+        oddities=(
+            "the reference is a latent frame before the video's own, and cut off before the decode",
+            "makes one video of a prompt",
+        ),
         title="Wan 2.1 VACE",
         task="reference to video",
     ),
