@@ -27,6 +27,7 @@ class Stretches:
         self._one = latents[:, :, :1]
         self._parts: list[tuple[torch.Tensor, bool]] = []
         self._latent_frames = latents.shape[2]
+        self._taken = 0
         self.frames = 0
 
     def take(self, forward: Callable[..., Any], latents: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -37,8 +38,14 @@ class Stretches:
         frames = made[0] if isinstance(made, tuple) else made
         self._parts.append((frames.to("cpu"), isinstance(made, tuple)))  # the result is there, too
         self.frames += frames.shape[2]
+        self._taken += latents.shape[2]
         none = frames.new_empty(*frames.shape[:2], 0, *frames.shape[3:])
         return (none, *made[1:]) if isinstance(made, tuple) else none
+
+    @property
+    def overlap(self) -> bool:
+        """Whether the decoder saw latent frames twice: then the VAE blends what came out, it doesn't just join it."""
+        return self._taken > self._latent_frames
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         """Finished stretches (B, C, f, H, W). Each is forgotten here when it is given."""
@@ -64,15 +71,20 @@ def decode_in_stretches(vae: Any, gate: Gate, args: Any, kwargs: Any) -> Stretch
     stretches = Stretches(vae, gate, latents, rest, kwargs)
     with _answering(vae.decoder, functools.partial(stretches.take, forward)):
         whole = vae.decode(latents, *rest, return_dict=False, **kwargs)[0]
+    if stretches.overlap:
+        del stretches
+        return vae.decode(latents, *rest, return_dict=False, **kwargs)[0]
     return stretches if stretches.frames else whole
 
 
 def can_stretch(vae: Any, args: Any) -> bool:
-    """Whether it is worth trying: a clip, and no tiles or slices, which are joined in other ways."""
+    """Whether it is worth trying: a clip, and no tiles or slices, which are joined in other ways. HunyuanVideo decodes
+    a clip of more than 16 frames in tiles of time, whose ends are blended."""
     latents = args[0] if args and isinstance(args[0], torch.Tensor) else None
     is_clip = latents is not None and latents.ndim == 5 and latents.shape[2] > 1
     plain = not getattr(vae, "use_tiling", False) and not getattr(vae, "use_slicing", False)
-    return is_clip and plain and isinstance(getattr(vae, "decoder", None), torch.nn.Module)
+    blends = getattr(vae, "use_framewise_decoding", False) and hasattr(vae, "_temporal_tiled_decode")
+    return is_clip and plain and not blends and isinstance(getattr(vae, "decoder", None), torch.nn.Module)
 
 
 @contextlib.contextmanager
