@@ -129,6 +129,7 @@ def _type(io: Any, name: str) -> Any:
         "LATENT": "Latent",
         "AUDIO": "Audio",
         "VIDEO": "Video",
+        "CONDITIONING": "Conditioning",
         ANY_TYPE: "AnyType",
     }
     return getattr(io, known[name]) if name in known else io.Custom(name)

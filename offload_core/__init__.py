@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _HOME = {
+    "Conditioning": "phases",
     "Embeds": "phases",
     "Handle": "phases",
     "Images": "phases",
@@ -26,11 +27,13 @@ _HOME = {
     "Lora": "phases",
     "Phase": "phases",
     "check_denoise": "phases",
+    "conditioning_of": "phases",
     "decode": "phases",
     "decode_sound": "phases",
     "decode_many": "phases",
     "denoise": "phases",
     "denoise_many": "phases",
+    "embeds_from_conditioning": "phases",
     "encode": "phases",
     "encode_images": "phases",
     "images_from_samples": "phases",
@@ -153,6 +156,7 @@ if TYPE_CHECKING:
     from .memory_host import Claim, MemoryHost, Pins
     from .modular import modular_blocks, open_block
     from .phases import (
+        Conditioning,
         Embeds,
         Handle,
         Images,
@@ -161,11 +165,13 @@ if TYPE_CHECKING:
         Lora,
         Phase,
         check_denoise,
+        conditioning_of,
         decode,
         decode_many,
         decode_sound,
         denoise,
         denoise_many,
+        embeds_from_conditioning,
         encode,
         encode_images,
         encode_many,

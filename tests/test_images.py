@@ -183,6 +183,21 @@ def test_a_batch_of_latents_is_refused_and_so_is_one_for_a_pipeline_that_must_se
         po.images_from_samples(po.load(tiny_model("wan22_i2v_a14b"), device="cpu"), torch.zeros(1, 16, 1, 6, 8))
 
 
+def test_saved_pictures_are_the_start_that_they_were(tmp_path: Path) -> None:
+    model = handle("sd15")
+    images = po.encode_images(model, FOX, mask=mask())
+    images.save(tmp_path / "fox.images.safetensors")
+    back = po.Images.load(tmp_path / "fox.images.safetensors")
+    embeds, call, session = po.encode(model, "a red fox"), {"num_inference_steps": 2, "strength": 0.6}, po.Session()
+    made = po.denoise(model, embeds, images=back, session=session, **call)
+    assert "vae" not in session.report.phases[0].forwards
+    assert torch.equal(made.samples, po.denoise(model, embeds, images=images, **call).samples)
+    assert back.pictures[0].tobytes() == FOX.tobytes()
+    embeds.save(tmp_path / "words")
+    with pytest.raises(RecordError, match="doesn't hold images"):
+        po.Images.load(tmp_path / "words")
+
+
 def test_a_handle_says_which_pipeline_does_a_task() -> None:
     assert handle("flux").for_task("inpaint").pipeline == "FluxInpaintPipeline"
     assert handle("chroma").for_task("image-to-image").pipeline == "ChromaImg2ImgPipeline"

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from ..schema import Node
 from . import (
+    conditioning_to_embeds,
     denoise,
     download_model,
+    embeds_to_conditioning,
     encode_image,
     encode_prompt,
     load,
@@ -43,6 +45,8 @@ _MODULES = (
     load_embeds,
     save_latents,
     load_latents,
+    embeds_to_conditioning,
+    conditioning_to_embeds,
     plan_preview,
     report,
     purge_cache,

@@ -1,6 +1,7 @@
 """Phases: a pipeline's own code run in parts, each with only its components loaded. See docs/phases.md."""
 
 from ._components import from_files, stand_in
+from ._conditioning import Conditioning, conditioning_of, embeds_from_conditioning
 from ._decode import check_latents, decode, decode_many, latents_from_samples
 from ._denoise import check_denoise, check_embeds, denoise, denoise_many
 from ._encode import encode, encode_many
@@ -24,6 +25,7 @@ from ._scope import Phase, open_phase
 from ._sound import decode_sound
 
 __all__ = [
+    "Conditioning",
     "Embeds",
     "Guest",
     "Handle",
@@ -39,11 +41,13 @@ __all__ = [
     "check_denoise",
     "check_embeds",
     "check_latents",
+    "conditioning_of",
     "decode",
     "decode_many",
     "decode_sound",
     "denoise",
     "denoise_many",
+    "embeds_from_conditioning",
     "encode",
     "encode_images",
     "encode_many",

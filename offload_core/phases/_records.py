@@ -43,23 +43,12 @@ class Embeds:
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Writes a safetensors file, whole or not at all. Returns its path."""
-        meta = {"pipeline": self.pipeline, "encoders": self.encoders, "notes": list(self.notes)}
-        return write_plains(
-            path, "embeds", meta, {"call": self.call, **{f"record:{k}": v for k, v in self.records.items()}}
-        )
+        return _write_answers(path, "embeds", self)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Embeds:
         """Raises RecordError, naming the field, for a file that isn't whole or isn't embeddings."""
-        meta, plains = read_plains(path, "embeds")
-        records = {k.removeprefix("record:"): v for k, v in plains.items() if k.startswith("record:")}
-        return cls(
-            _need(meta, "pipeline", str, path),
-            _need(meta, "encoders", str, path),
-            _need(plains, "call", Plain, path),
-            records,
-            tuple(_need(meta, "notes", list, path)),
-        )
+        return cls(**_read_answers(path, "embeds"))
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,6 +77,23 @@ class Images:
     @property
     def nbytes(self) -> int:
         return self.call.nbytes + sum(record.nbytes for record in self.records.values())
+
+    def _comfy_cache_tensors(self) -> list[torch.Tensor]:
+        """What this holds in RAM, for ComfyUI's cache of results, which asks by this name."""
+        return [tensor for plain in (self.call, *self.records.values()) for tensor in plain.tensors]
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Writes a safetensors file with the pictures and what was made of them, whole or not at all. Returns its
+        path."""
+        return _write_answers(path, "images", self)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Images:
+        """Raises RecordError, naming the field, for a file that isn't whole or doesn't hold encoded pictures."""
+        images = cls(**_read_answers(path, "images"))
+        if not any(name == "image" for name, _ in images.call.structure.get("dict", [])):
+            raise RecordError(f"The field call of {Path(path).name} holds no picture. Save it again.")
+        return images
 
 
 @dataclass(frozen=True, eq=False)
@@ -188,6 +194,23 @@ class Latents:
         latents = cls(**text, decode=decode, layout=layout, **numbers, rest=rest, frame_rate=rate, sound=sound)
         latents._index()
         return latents
+
+
+def _write_answers(path: str | os.PathLike[str], kind: str, made: Embeds | Images) -> Path:
+    meta = {"pipeline": made.pipeline, "encoders": made.encoders, "notes": list(made.notes)}
+    return write_plains(path, kind, meta, {"call": made.call, **{f"record:{k}": v for k, v in made.records.items()}})
+
+
+def _read_answers(path: str | os.PathLike[str], kind: str) -> dict[str, Any]:
+    """The fields of `Embeds` or `Images` that `_write_answers` wrote."""
+    meta, plains = read_plains(path, kind)
+    return {
+        "pipeline": _need(meta, "pipeline", str, path),
+        "encoders": _need(meta, "encoders", str, path),
+        "call": _need(plains, "call", Plain, path),
+        "records": {k.removeprefix("record:"): v for k, v in plains.items() if k.startswith("record:")},
+        "notes": tuple(_need(meta, "notes", list, path)),
+    }
 
 
 def _need(fields: dict[str, Any], name: str, kind: Any, path: str | os.PathLike[str]) -> Any:
