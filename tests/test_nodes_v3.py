@@ -128,6 +128,7 @@ def comfy_api(new: bool) -> types.SimpleNamespace:
         Latent=socket("LATENT"),
         Audio=socket("AUDIO"),
         Video=socket("VIDEO"),
+        Conditioning=socket("CONDITIONING"),
         AnyType=socket("*"),
         Custom=socket,
     )
