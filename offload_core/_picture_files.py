@@ -52,6 +52,20 @@ def check_writable(path: Path) -> None:
         raise InputError(f"Can't write into the folder {folder} ({reason}); choose another place.") from None
 
 
+def read_picture(path: Path) -> Image:
+    """The picture of a file. Raises InputError for one that isn't there or isn't a picture."""
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        with Image.open(path) as opened:
+            opened.load()
+            return opened.copy()
+    except FileNotFoundError:
+        raise InputError(f"There is no picture {path}.") from None
+    except (OSError, UnidentifiedImageError, Image.DecompressionBombError) as error:
+        raise InputError(f"{path} can't be read as a picture ({error}).") from None
+
+
 def numbered(path: Path, count: int) -> list[Path]:
     """`path` itself for one file; for more `name-0.png`, `name-1.png`, ... with as many digits as needed."""
     if count == 1:

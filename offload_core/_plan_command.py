@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--height", type=int, metavar="PIXELS", help="default: the model's own")
     parser.add_argument("--steps", type=int, metavar="N", help="denoising steps; default: the model's own")
     parser.add_argument("--guidance-scale", type=float, metavar="X", help="default: the model's own")
+    parser.add_argument("--scheduler", metavar="NAME", help="as generate takes it; default: the model's own")
+    parser.add_argument(
+        "--image",
+        action="append",
+        default=[],
+        type=Path,
+        metavar="FILE",
+        help="the picture of the job, of which only the size matters; again for one more. Width and height are then "
+        "those of the result",
+    )
+    parser.add_argument("--mask", type=Path, metavar="FILE", help="where to repaint the picture")
+    parser.add_argument("--strength", type=float, metavar="X", help="how much of the picture to make anew, 0 to 1")
+    parser.add_argument(
+        "--lora",
+        action="append",
+        default=[],
+        nargs="+",
+        metavar=("FILE", "SCALE"),
+        help="a LoRA of the job and its strength (1); again for one more",
+    )
     parser.add_argument("--num-images", type=int, default=1, metavar="N", help="pictures in one go (1)")
     parser.add_argument("--frames", type=int, metavar="N", help="frames of a video; default: the model's own")
     parser.add_argument("--device", default="auto", metavar="NAME", help="auto, cpu, cuda, cuda:1, ... (auto)")
@@ -66,7 +87,9 @@ def run(args: argparse.Namespace, terminal: Terminal) -> None:
             dtype=args.dtype,
             weight_storage=args.weights,
             hardware=args.hardware,
+            loras=_loras(args.lora),
             session=session,
+            **_pictures(args),
             **_call(args),
         )
     terminal.say(plan_table(found))
@@ -120,9 +143,35 @@ def _call(args: argparse.Namespace) -> dict[str, Any]:
         "num_inference_steps": args.steps,
         "guidance_scale": args.guidance_scale,
         "num_frames": args.frames,
+        "strength": args.strength,
+        "scheduler": args.scheduler,
         "num_images_per_prompt": args.num_images if args.num_images != 1 else None,
     }
     return {name: value for name, value in given.items() if value is not None}
+
+
+def _pictures(args: argparse.Namespace) -> dict[str, Any]:
+    """The pictures of the job, as `foresee_job` takes them."""
+    if not args.image:
+        for name in ("mask", "strength"):
+            if getattr(args, name) is not None:
+                raise InputError(f"There is no picture for --{name}: give --image, too.")
+        return {}
+    mask = None if args.mask is None else files.read_picture(args.mask)
+    return {"images": [files.read_picture(path) for path in args.image], "mask": mask}
+
+
+def _loras(given: Sequence[Sequence[str]]) -> list[tuple[str, float]]:
+    loras = []
+    for file, *scales in given:
+        try:
+            scale = float(scales[0]) if scales else 1.0
+        except ValueError:
+            scale = None
+        if scale is None or len(scales) > 1:
+            raise InputError(f"--lora takes a file and one number, not {' '.join((file, *scales))}.")
+        loras.append((file, scale))
+    return loras
 
 
 def _listing() -> str:

@@ -67,6 +67,8 @@ def foresee_job(
     *,
     settings: OffloadSettings | None = None,
     dtype: str = "auto",
+    images: Any = None,
+    mask: Any = None,
     loras: Sequence[Any] = (),
     hardware: str | None = None,
     rates: Rates | None = None,
@@ -77,14 +79,16 @@ def foresee_job(
 ) -> Foresight:
     """What `encode`, `denoise` and `decode` with these arguments will take. No weight of the model is loaded.
 
-    model: a folder as `load` takes it, or the name of a known model. loras: as `load` takes them, too. settings: its
-    budgets are planned for. hardware: a known machine that is asked about in place of this one; budgets are then of its
-    memory. rates: in place of those of the machine. session: whose observer may interrupt, and whose memory host's
-    memory is counted on. scheduler: as `denoise` takes it. weight_storage: as `load` takes it.
-    pipeline_kwargs: of the pipeline's call, e.g. height, width, num_inference_steps.
+    model: a folder as `load` takes it, or the name of a known model. loras: as `load` takes them, too. images, mask:
+    pictures as `encode_images` takes them, of which only the sizes matter; encoding them is then a phase of the plan,
+    and height and width are those of the result. settings: its budgets are planned for. hardware: a known machine that
+    is asked about in place of this one; budgets are then of its memory. rates: in place of those of the machine.
+    session: whose observer may interrupt, and whose memory host's memory is counted on. scheduler: as `denoise` takes
+    it. weight_storage: as `load` takes it. pipeline_kwargs: of the pipeline's call, e.g. height, width,
+    num_inference_steps.
 
-    Raises ModelError and InputError as `load`, `encode` and `denoise` do, InputError for a machine that isn't known,
-    TraceError for a model whose code can't be traced.
+    Raises ModelError and InputError as `load`, `encode_images`, `encode` and `denoise` do, InputError for a machine
+    that isn't known, TraceError for a model whose code can't be traced.
     """
     settings = settings or OffloadSettings()
     machine = known_machine(hardware) if hardware else None
@@ -104,15 +108,17 @@ def foresee_job(
         @functools.cache
         def traced() -> tuple[Iterable[PhaseTrace], ...]:
             chosen: dict[str, Any] = {"source": source, "session": session, "scheduler": scheduler}
-            return foresee(handle, prompt, negative_prompt, **chosen, **call)
+            return foresee(handle, prompt, negative_prompt, images=images, mask=mask, **chosen, **call)
 
-        asked = [*asked_of(handle), prompt, negative_prompt, asked_values(call | _named(scheduler))]
+        given = {name: value for name, value in (("images", images), ("mask", mask)) if value is not None}
+        names = [*(("images",) if images is not None else ()), "encode", "denoise", "decode"]
+        asked = [*asked_of(handle), prompt, negative_prompt, asked_values(call | given | _named(scheduler))]
         store = TraceStore(cache_folder() / "traces")
         ways = [
             store.ways([name, *asked], lambda place=place: traced()[place])  # type: ignore[misc]
-            for place, name in enumerate(("encode", "denoise", "decode"))
+            for place, name in enumerate(names)
         ]
-        if session is not None and machine is None and source is None:
+        if session is not None and machine is None and source is None and images is None:
             here, asked_of_encode = replace(handle, device=str(device)), {k: v for k, v in call.items() if k != "seed"}
             answered = trace_cached_encode(here, prompt, negative_prompt, session=session, **asked_of_encode)
             ways[0] = iter([answered]) if answered is not None else ways[0]

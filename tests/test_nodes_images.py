@@ -88,6 +88,22 @@ def test_a_latent_of_core_s_vae_encode_starts_a_denoise_and_its_noise_mask_repai
         call(runner, "PhaseOffloadDenoise", model=model, embeds=embeds, images=images, **{**job, "width": 64})
 
 
+def test_plan_preview_plans_the_picture_the_strength_and_the_scheduler_of_a_job(
+    runner: GraphRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PHASE_OFFLOAD_CACHE", str(tmp_path / "cache"))
+    model = offload_core.load(tiny_model("sd15"), device="cpu")
+    job = {"prompt": "", "steps": 4, "guidance": -1.0, "width": 0, "height": 0, "batch": 1, "strength": 0.5}
+    image, white = picture_as_image(FOX), torch.ones(1, 48, 64)
+    asked = {**job, "scheduler": "HeunDiscreteScheduler"}
+    report, _ = call(runner, "PhaseOffloadPlanPreview", model=model, image=image, mask=white, **asked)
+    assert [line.split()[0] for line in report.splitlines()[2:6]] == ["images", "encode", "denoise", "decode"]
+    report, _ = call(runner, "PhaseOffloadPlanPreview", model=model, **job)
+    assert "strength 0.5 was not used" in report
+    with pytest.raises(InputError, match="a mask and no picture"):
+        call(runner, "PhaseOffloadPlanPreview", model=model, mask=white, **job)
+
+
 def test_pictures_and_masks_come_out_of_a_host_s_tensors_as_they_were_in_their_files() -> None:
     assert np.array_equal(np.asarray(pictures_of(picture_as_image(FOX))[0]), np.asarray(FOX))
     whole = torch.from_numpy(np.asarray(mask(), dtype=np.float32) / 255)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from offload_core.foresight import foresee_job
 from offload_core.known import known_models
 from offload_core.plan import Rates
 from offload_core.settings import OffloadSettings
-from staging import job, tiny_model, words
+from offload_core.tiny_models import picture
+from staging import job, often, tiny_model, words
 
 DEMO = str(Path(po.__file__).parent / "demo" / "model")
 RATES = Rates({"float32": 1e9}, 1e9, 1e-6, disk_bytes_per_s=1e6, cached_bytes_per_s=1e7)
@@ -118,6 +120,10 @@ def test_a_negative_prompt_replaces_the_models_own(monkeypatch: pytest.MonkeyPat
         ((), 2, "Give a model"),
         (("--model", DEMO, "--device-memory", "many"), 2, "device_memory"),
         (("--model", DEMO, "--width", "63"), 2, "width is 63"),
+        (("--model", DEMO, "--scheduler", "list"), 2, "scheduler"),
+        (("--model", DEMO, "--image", "gone.png"), 2, "There is no picture gone.png"),
+        (("--model", DEMO, "--strength", "0.5"), 2, "give --image"),
+        (("--model", DEMO, "--lora", "a", "much"), 2, "--lora takes a file and one number"),
     ],
 )
 def test_bad_input_gets_a_sentence(
@@ -149,6 +155,42 @@ def test_a_chart_that_cannot_be_written_is_refused_before_any_work(
 def test_what_is_known_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = plan("--list", capsys=capsys)
     assert code == 0 and "flux.1-dev" in out and "rtx4090" in out
+
+
+@pytest.mark.parametrize("name", often(("sd15", "flux", "wan22_5b"), ("sd15",)))
+def test_a_plan_with_a_picture_foretells_what_encoding_and_using_it_reserve(name: str) -> None:
+    fox, asked = picture("fox"), {"images": picture("fox"), "rates": RATES, "height": 64, "width": 64}
+    call: dict[str, Any] = {"num_inference_steps": 4, "strength": 0.5}
+    frames: dict[str, Any] = {}
+    if name == "wan22_5b":
+        frames = {"num_frames": 5}
+        call = {"num_inference_steps": 2}
+    settings = OffloadSettings(execution_device="cpu", host_memory="1GiB", resident_below=1024)
+    roomy = foresee_job(tiny_model(name), "a red fox", "", settings=settings, **asked, **call, **frames).plan
+    assert [phase.name for phase in roomy.phases] == ["images", "encode", "denoise", "decode"]
+    assert roomy.phases[2].steps == 2
+    settings = replace(settings, device_memory=roomy.smallest_budget_bytes)
+    plan = foresee_job(tiny_model(name), "a red fox", "", settings=settings, **asked, **call, **frames).plan
+    session, handle = po.Session(), po.load(tiny_model(name), device="cpu", settings=settings)
+    images = po.encode_images(handle, fox, height=64, width=64, session=session, plan=plan, **frames)
+    embeds = po.encode(handle, "a red fox", "", session=session, plan=plan)
+    latents = po.denoise(handle, embeds, images=images, session=session, plan=plan, **call)
+    po.decode(handle, latents, session=session, plan=plan)
+    for phase, planned in zip(session.report.phases, plan.phases, strict=True):
+        assert phase.name == planned.name
+        close = 0.8 if phase.name == "images" else 0.97  # the VAE's other half is planned, too, and isn't read
+        assert close * planned.device_peak_bytes <= phase.reserved_peak_bytes <= planned.device_peak_bytes
+
+
+def test_the_command_plans_a_scheduler_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture("fox").save(tmp_path / "fox.png")
+    words = ("--model", str(tiny_model("sd15")), "--device", "cpu", "--steps", "4", "--json", str(tmp_path / "plan"))
+    twice_a_step = ("--scheduler", "HeunDiscreteScheduler")
+    assert plan(*words, *twice_a_step, capsys=capsys)[0] == 0
+    denoise = json.loads((tmp_path / "plan").read_text("utf-8"))["phases"][1]
+    assert denoise["components"]["unet"]["times"] == 7
+    code, out, _ = plan(*words, "--image", str(tmp_path / "fox.png"), "--strength", "0.5", capsys=capsys)
+    assert code == 0 and out.splitlines()[2].split()[0] == "images"
 
 
 @pytest.mark.parametrize("name", ["flux", "wan22_a14b"])

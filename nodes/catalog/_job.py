@@ -5,11 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from offload_core.errors import InputError
+from offload_core.schedulers import SCHEDULERS
 
 from ..schema import Input
 
 MODEL_DEFAULT = 0  # steps, width, height: the model's own default
 GUIDANCE_DEFAULT = -1.0  # guidance: the model's own default
+STRENGTH_DEFAULT = -1.0  # the model's own default
+MODELS_OWN = "model's own"
 
 JOB = (
     Input(
@@ -51,6 +54,27 @@ JOB = (
     Input("batch", "INT", "Pictures made at once. Memory grows with each.", default=1, min=1, max=64),
 )
 
+STRENGTH = Input(
+    "strength",
+    "FLOAT",
+    "How much of the picture to make anew: 1 all of it, 0.3 a little. -1: the model's own default. It has an "
+    "effect where there is a picture to start from.",
+    default=STRENGTH_DEFAULT,
+    min=-1.0,
+    max=1.0,
+    step=0.01,
+    optional=True,
+)
+SCHEDULER = Input(
+    "scheduler",
+    "COMBO",
+    "The scheduler that makes the steps. Of the others only those work that fit the model: diffusers says "
+    "which are of one kind with its own, and the node names them if one doesn't fit.",
+    default=MODELS_OWN,
+    options=(MODELS_OWN, *SCHEDULERS),
+    optional=True,
+)
+
 
 def pipeline_options(
     model: Any, *, steps: int, guidance: float, width: int, height: int, batch: int
@@ -69,3 +93,16 @@ def pipeline_options(
             raise InputError(f"This model makes one picture at a time: set batch to 1 instead of {batch}.")
         options[model.images_name] = batch
     return options, notes
+
+
+def add_strength(options: dict[str, Any], model: Any, strength: float) -> list[str]:
+    """Adds the strength to the pipeline's arguments, or says why it has no effect. model: as the pipeline that takes
+    the picture; None where there is none."""
+    if strength < 0:
+        return []
+    if model is None:
+        return [f"There is no picture to start from: strength {strength:g} was not used."]
+    if "strength" not in model.defaults:
+        return [f"{model.pipeline} takes no strength: {strength:g} was not used."]
+    options["strength"] = strength
+    return []

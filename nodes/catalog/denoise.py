@@ -10,20 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 import offload_core
 from offload_core.errors import InputError
-from offload_core.schedulers import SCHEDULERS
 
 from ..foreseen import foreseen, foreseen_of_several
 from ..pictures import mask_as_picture
 from ..results import NodeResult
 from ..schema import EMBEDS_TYPE, IMAGES_TYPE, MODEL, RECORD_KEY, Input, Node, NodeSchema, Output
-from ._job import JOB, pipeline_options
+from ._job import JOB, MODELS_OWN, SCHEDULER, STRENGTH, STRENGTH_DEFAULT, add_strength, pipeline_options
 
 if TYPE_CHECKING:
     from ..calls import NodeCall
 
 LARGEST_SEED = 2**64 - 1
-STRENGTH_DEFAULT = -1.0  # the model's own default
-MODELS_OWN = "model's own"
 
 SCHEMA = NodeSchema(
     id="PhaseOffloadDenoise",
@@ -58,26 +55,8 @@ SCHEMA = NodeSchema(
             "of images.",
             optional=True,
         ),
-        Input(
-            "strength",
-            "FLOAT",
-            "How much of the picture to make anew: 1 all of it, 0.3 a little. -1: the model's own default. It has an "
-            "effect where there is a picture to start from.",
-            default=STRENGTH_DEFAULT,
-            min=-1.0,
-            max=1.0,
-            step=0.01,
-            optional=True,
-        ),
-        Input(
-            "scheduler",
-            "COMBO",
-            "The scheduler that makes the steps. Of the others only those work that fit the model: diffusers says "
-            "which are of one kind with its own, and the node names them if one doesn't fit.",
-            default=MODELS_OWN,
-            options=(MODELS_OWN, *SCHEDULERS),
-            optional=True,
-        ),
+        STRENGTH,
+        SCHEDULER,
     ),
     outputs=(
         Output(
@@ -161,7 +140,8 @@ def _options(
     if images is not None:
         options["images"] = images
         _leave_size_to_picture(options)
-    notes += _add_strength(options, model, images, strength)
+    shown = None if images is None else replace(model, pipeline=images.pipeline)
+    notes += add_strength(options, shown, strength)
     return options | ({} if scheduler == MODELS_OWN else {"scheduler": scheduler}), notes
 
 
@@ -192,18 +172,6 @@ def _leave_size_to_picture(options: dict[str, Any]) -> None:
             "The size comes from the picture: leave width and height of Denoise Phase at 0, and set them on Encode "
             "Image Phase."
         )
-
-
-def _add_strength(options: dict[str, Any], model: Any, images: Any, strength: float) -> list[str]:
-    """Adds the strength to the pipeline's arguments, or says why it has no effect."""
-    if strength < 0:
-        return []
-    if images is None:
-        return [f"There is no picture to start from: strength {strength:g} was not used."]
-    if "strength" not in replace(model, pipeline=images.pipeline).defaults:
-        return [f"{images.pipeline} takes no strength: {strength:g} was not used."]
-    options["strength"] = strength
-    return []
 
 
 NODE = Node(SCHEMA, denoise, run_many=denoise_jobs)

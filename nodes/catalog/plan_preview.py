@@ -6,11 +6,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import offload_core
+from offload_core.errors import InputError
 
-from ..pictures import picture_as_image
+from ..pictures import mask_as_picture, picture_as_image, pictures_of
 from ..results import NodeResult
 from ..schema import MODEL, Input, Node, NodeSchema, Output
-from ._job import JOB, pipeline_options
+from ._job import JOB, MODELS_OWN, SCHEDULER, STRENGTH, STRENGTH_DEFAULT, add_strength, pipeline_options
 
 if TYPE_CHECKING:
     from ..calls import NodeCall
@@ -32,6 +33,16 @@ SCHEMA = NodeSchema(
             multiline=True,
         ),
         *JOB,
+        Input(
+            "image",
+            "IMAGE",
+            "The picture of the job, as Encode Image Phase gets it. Only its size matters. Encoding it is planned, "
+            "too; width and height are then those that Encode Image Phase is given.",
+            optional=True,
+        ),
+        Input("mask", "MASK", "Where to repaint, as Encode Image Phase gets it.", optional=True),
+        STRENGTH,
+        SCHEDULER,
     ),
     outputs=(
         Output("report", "STRING", "The plan as a table, with its reasons."),
@@ -43,13 +54,35 @@ SCHEMA = NodeSchema(
 
 
 def plan_preview(
-    call: NodeCall, *, model: Any, prompt: str, steps: int, guidance: float, width: int, height: int, batch: int
+    call: NodeCall,
+    *,
+    model: Any,
+    prompt: str,
+    steps: int,
+    guidance: float,
+    width: int,
+    height: int,
+    batch: int,
+    image: Any = None,
+    mask: Any = None,
+    strength: float = STRENGTH_DEFAULT,
+    scheduler: str = MODELS_OWN,
 ) -> NodeResult:
     """PhaseOffloadPlanPreview: what the job will take, as a table and as a chart. Reads configs and headers only."""
     from offload_core.plan_chart import plan_picture
     from offload_core.plan_table import plan_line, plan_table
 
     options, notes = pipeline_options(model, steps=steps, guidance=guidance, width=width, height=height, batch=batch)
+    shown = None if image is None else model.for_pictures(masked=mask is not None)
+    notes += add_strength(options, shown, strength)
+    if image is not None:
+        options["images"] = pictures_of(image)
+    if mask is not None:
+        if image is None:
+            raise InputError("Plan Preview has a mask and no picture: link the picture, too.")
+        options["mask"] = mask_as_picture(mask)
+    if scheduler != MODELS_OWN:
+        options["scheduler"] = scheduler
     found = offload_core.foresee_job(
         model.files or model.model,
         prompt or None,

@@ -63,6 +63,8 @@ def foresee(
     prompt: Any = "",
     negative_prompt: Any = None,
     *,
+    images: Any = None,
+    mask: Any = None,
     seed: int = 0,
     scheduler: str | None = None,
     source: ModelSource | None = None,
@@ -70,20 +72,43 @@ def foresee(
     **pipeline_kwargs: Any,
 ) -> tuple[Iterable[PhaseTrace], ...]:
     """What the phases encode, denoise and decode would do for these arguments (those of `encode` and `denoise`): for
-    each the ways to do it. Decode has several, whole and in tiles, which are traced when they are asked for.
+    each the ways to do it. Decode has several, whole and in tiles, which are traced when they are asked for. images,
+    mask: pictures as `encode_images` takes them; what it would do then comes first, and height and width are its.
 
     Reads configs and headers only, and LoRA files. source: the model, if it isn't the handle's folder. session: whose
     observer may interrupt; nothing is reported to it. Raises what these phases would raise for the arguments and the
     LoRAs, and TraceError for a model whose code can't be traced.
     """
+    records, poll, seen = Records(), _poll(session), []
+    if images is not None:
+        handle, source, shown, trace = _pictures(handle, source, images, mask, pipeline_kwargs, records, poll)
+        pipeline_kwargs |= shown
+        seen.append((trace,))
     source = source or handle.source()
     call = encode_call(source, prompt, negative_prompt, pipeline_kwargs)
-    records, poll = Records(), _poll(session)
     encoded = _encode(handle, source, call, records, poll)
     run = one_negative_each({**model_defaults(source), **call})
     check_call(call_class(source), run)
     denoised, latents = _denoise(handle, source, run, records, seed, poll, scheduler)
-    return (encoded,), (denoised,), _decode(handle, source, latents, handle.settings.vae_tiling, poll)
+    return *seen, (encoded,), (denoised,), _decode(handle, source, latents, handle.settings.vae_tiling, poll)
+
+
+def _pictures(
+    handle: Handle,
+    source: ModelSource | None,
+    images: Any,
+    mask: Any,
+    options: dict[str, Any],
+    records: Records,
+    poll: Poll,
+) -> tuple[Handle, ModelSource, dict[str, Any], PhaseTrace]:
+    """The model as the pipeline that takes the pictures, the arguments they are, and what encoding them would do. What
+    the VAE would answer is put into `records`. The size is taken out of `options`."""
+    size = {name: options.pop(name, None) for name in ("height", "width")}
+    frames = {name: options[name] for name in ("num_frames",) if name in options}
+    handle, source, call = images_question(handle, images, mask, None, frames, source)
+    trace, call = _encode_images(handle, source, call, size, records, poll)
+    return handle, source, call, trace
 
 
 def trace_encode(
@@ -113,14 +138,8 @@ def trace_images(
 ) -> PhaseTrace:
     """What `encode_images` would do for these arguments. See `foresee`."""
     handle, source, call = images_question(handle, images, mask, task, pipeline_kwargs)
-    watch = _Watch(_poll(session))
-    ports: dict[str, Port] = image_ports(source, Records(), handle.device_here())
-    guessed = {name: _GuessedPort(name, watch) for name, port in ports.items() if isinstance(port, NoisePort)}
-    with OpenPhase(handle, source, "images", Session(), {**_traced(ports, watch), **guessed}) as phase:
-        call = with_size(phase, source, call, height, width)
-        with watch.watching(phase):
-            run_images(phase, source, call)
-        return watch.result(phase)
+    size = {"height": height, "width": width}
+    return _encode_images(handle, source, call, size, Records(), _poll(session))[0]
 
 
 def trace_cached_encode(
@@ -298,6 +317,22 @@ class _GuessedPort:
         result, _ = self.watch.tracer.call(f"{self.component}.{name}", run, args, kwargs)
         self.watch.tracer.peak_bytes = peak
         return result
+
+
+def _encode_images(
+    handle: Handle, source: ModelSource, call: dict[str, Any], size: dict[str, Any], records: Records, poll: Poll
+) -> tuple[PhaseTrace, dict[str, Any]]:
+    """What the phase would do, and the arguments of the call with the size that the picture gives. `records` gets what
+    the VAE would answer."""
+    watch = _Watch(poll)
+    ports: dict[str, Port] = image_ports(source, records, handle.device_here())
+    guessed = {name: _GuessedPort(name, watch) for name, port in ports.items() if isinstance(port, NoisePort)}
+    with OpenPhase(handle, source, "images", Session(), {**_traced(ports, watch), **guessed}) as phase:
+        call = with_size(phase, source, call, **size)
+        with watch.watching(phase):
+            run_images(phase, source, call)
+        records.settle()
+        return watch.result(phase), call
 
 
 def _encode(handle: Handle, source: ModelSource, call: dict[str, Any], records: Records, poll: Poll) -> PhaseTrace:

@@ -19,7 +19,7 @@ from ._companions import Companion, companion, with_companions
 from ._ip_adapter import IPAdapter, checked_adapter
 from ._loras import Lora, as_loras
 from ._pipeline import call_class, call_parameters
-from ._tasks import check_sibling, class_for_task
+from ._tasks import check_sibling, class_for_task, task_of
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,10 @@ class Handle:
         there is none.
         """
         return replace(self, pipeline=class_for_task(self._folder(), task))
+
+    def for_pictures(self, *, masked: bool = False) -> Handle:
+        """The same model as the pipeline that `encode_images` chooses for a picture, with or without a mask."""
+        return self.for_task(task_of(self.source(), masked=masked))
 
     def device_here(self) -> torch.device:
         return resolve_device(self.device)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,7 +31,7 @@ from ._ports import EncodeOnlyPort, PhaseDone, Port, RecordingPort, Records, Sto
 from ._records import Images, plain_call
 from ._roles import Role, models, role_of
 from ._scope import OpenPhase, Phase
-from ._tasks import takes_many, task_of
+from ._tasks import class_for_task, takes_many, task_of
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -173,14 +174,20 @@ def run_images(phase: Phase, source: ModelSource, call: dict[str, Any]) -> Any:
 
 
 def images_question(
-    handle: Handle, images: Any, mask: Any, task: str | None, kwargs: dict[str, Any]
+    handle: Handle, images: Any, mask: Any, task: str | None, kwargs: dict[str, Any], source: ModelSource | None = None
 ) -> tuple[Handle, ModelSource, dict[str, Any]]:
-    """The model as the pipeline that takes these pictures, and the arguments of its call that they are, checked."""
+    """The model as the pipeline that takes these pictures, and the arguments of its call that they are, checked.
+    source: the model, if it isn't the handle's folder."""
     pictures = [images] if hasattr(images, "getbands") else list(images)
     if not pictures or not all(hasattr(picture, "getbands") for picture in pictures):
         raise InputError("Encode Image needs a picture, as a PIL image, or a list of them.")
-    handle = handle.for_task(task or task_of(handle.source(), masked=mask is not None))
-    source = handle.source()
+    task = task or task_of(source or handle.source(), masked=mask is not None)
+    if source is None:
+        handle = handle.for_task(task)
+        source = handle.source()
+    else:
+        handle = replace(handle, pipeline=class_for_task(source, task))
+        source = replace(source, pipeline_class=handle.pipeline)
     if mask is not None and "mask_image" not in call_parameters(call_class(source)):
         raise InputError(f"{source.pipeline_class} takes no mask. Leave it out.")
     return handle, source, {**_arguments(source, pictures, mask), **kwargs}
