@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from diffusers import StableDiffusionImg2ImgPipeline, StableDiffusionInpaintPipeline
+from diffusers import FluxImg2ImgPipeline, StableDiffusionImg2ImgPipeline, StableDiffusionInpaintPipeline
 from PIL import Image
 
 import offload_core as po
@@ -154,7 +154,7 @@ def test_embeddings_carry_the_pictures_that_encode_was_given() -> None:
         ("sana", {"images": FOX}, "SanaPipeline has no image-to-image"),
         ("sana", {"images": FOX, "mask": mask()}, "SanaPipeline has no inpaint"),
         ("wan22_a14b", {"images": FOX}, "WanPipeline has no image-to-video"),  # other weights than for texts
-        ("flux", {"images": [FOX, FOX]}, "takes one picture at a time and there are 2"),
+        ("wan22_5b", {"images": [FOX, FOX, FOX]}, "takes one picture at a time and there are 3"),
         ("flux", {"images": []}, "needs a picture"),
         ("flux", {"images": FOX, "task": "paint"}, "no task 'paint'"),
         ("flux", {"images": FOX, "height": 48}, "both height and width"),
@@ -176,9 +176,47 @@ def test_pictures_of_another_model_are_refused() -> None:
         po.denoise(po.load(tiny_model("sd15"), device="cpu", dtype="bfloat16"), embeds, images=images)
 
 
-def test_a_batch_of_latents_is_refused_and_so_is_one_for_a_pipeline_that_must_see_the_picture() -> None:
-    with pytest.raises(InputError, match="one latent at a time"):
-        po.images_from_samples(handle("sd15"), torch.zeros(2, 4, 6, 8))
+@pytest.mark.parametrize("name", ["sd15", pytest.param("flux", marks=pytest.mark.slow)])
+def test_each_of_several_pictures_is_a_start_of_its_own(name: str) -> None:
+    twin = {"sd15": StableDiffusionImg2ImgPipeline, "flux": FluxImg2ImgPipeline}[name]
+    pair, call = [FOX, picture("owl")], {"num_inference_steps": 4, "strength": 0.5}
+    shown = {"image": pair, **({"height": 48, "width": 64} if name == "flux" else {})}
+    expected, _ = one_shot(
+        tiny_model(name), dtype=torch.float32, seed=4, cls=twin, prompt="fox", num_images_per_prompt=2, **shown, **call
+    )
+    images, embeds = po.encode_images(handle(name), pair), po.encode(handle(name), "fox")
+    assert images.starts == 2
+    latents = po.denoise(handle(name), embeds, images=images, seed=4, **call)
+    assert torch.equal(po.decode(handle(name), latents, "pt").float(), expected)
+    assert po.denoise(handle(name), embeds, images=images, num_images_per_prompt=4, **call).samples.shape[0] == 4
+    with pytest.raises(InputError, match="2 pictures to start from and num_images_per_prompt is 3"):
+        po.denoise(handle(name), embeds, images=images, num_images_per_prompt=3, **call)
+    with pytest.raises(InputError, match="differ in size"):
+        po.encode_images(handle(name), [FOX, picture("owl", 64, 64)])
+
+
+@pytest.mark.slow
+def test_each_latent_of_a_batch_is_a_start_of_its_own() -> None:
+    both = [encoding_of("sd15", image) for image in (FOX, picture("owl"))]
+    call = {"num_inference_steps": 4, "strength": 0.5}
+    expected, _ = one_shot(
+        tiny_model("sd15"),
+        dtype=torch.float32,
+        seed=4,
+        cls=StableDiffusionImg2ImgPipeline,
+        prompt="fox",
+        image=torch.cat([scaled for _, scaled in both]),
+        num_images_per_prompt=2,
+        **call,
+    )
+    images = po.images_from_samples(handle("sd15"), torch.cat([samples for samples, _ in both]))
+    latents = po.denoise(handle("sd15"), po.encode(handle("sd15"), "fox"), images=images, seed=4, **call)
+    assert torch.equal(po.decode(handle("sd15"), latents, "pt").float(), expected)
+
+
+def test_latents_that_cannot_stand_for_a_picture_are_refused() -> None:
+    with pytest.raises(InputError, match="holds 3 frames of a video"):
+        po.images_from_samples(handle("wan22_5b"), torch.zeros(1, 48, 3, 4, 4))
     with pytest.raises(InputError, match="a latent isn't enough"):
         po.images_from_samples(po.load(tiny_model("wan22_i2v_a14b"), device="cpu"), torch.zeros(1, 16, 1, 6, 8))
 

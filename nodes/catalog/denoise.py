@@ -136,6 +136,8 @@ def _options(
 ) -> tuple[dict[str, Any], list[str]]:
     """Keyword arguments of the engine's denoise, and what of the job couldn't be honoured."""
     images = _start(model, images, latent)
+    if images is not None and job["batch"] > 1:
+        job["batch"] *= images.starts  # so many of each picture
     options, notes = pipeline_options(model, **job)
     if images is not None:
         options["images"] = images

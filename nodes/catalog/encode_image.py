@@ -24,7 +24,12 @@ SCHEMA = NodeSchema(
     ),
     inputs=(
         MODEL,
-        Input("image", "IMAGE", "The picture. Several in a batch are references, for models that read more than one."),
+        Input(
+            "image",
+            "IMAGE",
+            "The picture. Several in a batch are references, for models that read more than one; elsewhere each is a "
+            "start of its own.",
+        ),
         Input(
             "mask",
             "MASK",

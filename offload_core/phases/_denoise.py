@@ -122,6 +122,11 @@ def denoise_question(
     check_call(call_class(source), call)
     if "image" not in call and needs_pictures(source):
         raise InputError(f"{source.pipeline_class} needs a picture: give Denoise the images.")
+    if images is not None and call.get("num_images_per_prompt", 1) % images.starts:
+        raise InputError(
+            f"There are {images.starts} pictures to start from and num_images_per_prompt is "
+            f"{call['num_images_per_prompt']}: leave it out, or ask for a multiple."
+        )
     return handle, source, call, {**embeds.records, **(images.records if images is not None else {})}
 
 

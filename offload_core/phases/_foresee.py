@@ -82,7 +82,7 @@ def foresee(
     records, poll, seen = Records(), _poll(session), []
     if images is not None:
         handle, source, shown, trace = _pictures(handle, source, images, mask, pipeline_kwargs, records, poll)
-        pipeline_kwargs |= shown
+        pipeline_kwargs = {**shown, **pipeline_kwargs}
         seen.append((trace,))
     source = source or handle.source()
     call = encode_call(source, prompt, negative_prompt, pipeline_kwargs)

@@ -31,7 +31,7 @@ from ._ports import EncodeOnlyPort, PhaseDone, Port, RecordingPort, Records, Sto
 from ._records import Images, plain_call
 from ._roles import Role, models, role_of
 from ._scope import OpenPhase, Phase
-from ._tasks import class_for_task, takes_many, task_of
+from ._tasks import class_for_task, reads_pictures_with_the_prompt, takes_many, task_of
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -56,11 +56,13 @@ def encode_images(
 ) -> Images:
     """What the model's VAE makes of RGB pictures, for `denoise` and any prompt, seed, strength or number of steps.
 
-    images: one picture; or several references for a pipeline that reads them together, or the first and the last frame
-    for one that takes a `last_image`. mask: white (255) where to repaint. height, width: of the result, in pixels; left
-    out it is the picture's, rounded down to what the model can do, or the pipeline's default where the picture is only
-    looked at or set in motion. task: see `Handle.for_task`; left out, the mask and the model decide. pipeline_kwargs:
-    of the pipeline's own call that bear on the picture (num_frames, ...). plan: see `encode`.
+    images: one picture; or several: references for a pipeline that reads them together, the first and the last frame
+    for one that takes a `last_image`, or, for one that starts from a picture, each a start of its own, and `denoise`
+    makes a picture from each for each prompt (they must be of one size, or be given one). mask: white (255) where to
+    repaint. height, width: of the result, in pixels; left out it is the picture's, rounded down to what the model can
+    do, or the pipeline's default where the picture is only looked at or set in motion. task: see `Handle.for_task`;
+    left out, the mask and the model decide. pipeline_kwargs: of the pipeline's own call that bear on the picture
+    (num_frames, ...). plan: see `encode`.
 
     Raises InputError if the model has no pipeline for it, or for pictures that it doesn't take.
     """
@@ -78,15 +80,19 @@ def encode_images(
 def images_from_samples(handle: Handle, samples: torch.Tensor, mask: Image | None = None) -> Images:
     """A bare ComfyUI LATENT (unscaled VAE output, as core's VAE Encode makes it) to start from, for this model.
 
-    samples: (1, C, h, w) or (1, C, 1, h, w). mask: white (255) where to repaint. The VAE isn't loaded: where the
-    pipeline encodes its picture, it is answered with `samples`. So the result is that of the picture they were made of,
-    where the pipeline takes the mode of the encoding and doesn't draw from it.
+    samples: (B, C, h, w) or (B, C, 1, h, w), each of the B a start of its own as in `encode_images`. mask: white (255)
+    where to repaint. The VAE isn't loaded: where the pipeline encodes its picture, it is answered with `samples`. So
+    the result is that of the picture they were made of, where the pipeline takes the mode of the encoding and doesn't
+    draw from it.
 
     Raises InputError if the model has no pipeline that starts from a picture, or one that must see the picture.
     """
-    if samples.shape[0] != 1:
-        raise InputError(f"Denoise starts from one latent at a time and there are {samples.shape[0]}. Choose one.")
-    handle, source, call = images_question(handle, _white((8, 8)), mask, None, {})
+    if samples.ndim == 5 and samples.shape[2] != 1:
+        raise InputError(
+            f"This latent holds {samples.shape[2]} frames of a video, and Denoise starts from pictures only. Give a "
+            "picture to Encode Image."
+        )
+    handle, source, call = images_question(handle, [_white((8, 8))] * samples.shape[0], mask, None, {})
     records = Records()
     ports = image_ports(source, records, handle.device_here())
     ignores = mask is not None and not _looks_at_masked(source)
@@ -95,7 +101,8 @@ def images_from_samples(handle: Handle, samples: torch.Tensor, mask: Image | Non
     with OpenPhase(handle, source, "images", Session(), ports, set()) as phase:
         vae: Any = phase.modules[_vae_name(source)]
         size = _pixels(phase, Layout.of(vae), samples)
-        call = with_size(phase, source, {**call, "image": _white(size)}, *size)
+        whites = [_white(size)] * samples.shape[0]
+        call = with_size(phase, source, {**call, "image": whites if len(whites) > 1 else whites[0]}, *size)
         kept = run_images(phase, source, call)
         plain = records.settle()
     return Images(handle.pipeline, encoders_mark(handle, source, plain), kept, plain)
@@ -202,9 +209,19 @@ def _arguments(source: ModelSource, pictures: Sequence[Any], mask: Any) -> dict[
         return call
     if takes_many(source):
         return {**call, "image": [picture.convert("RGB") for picture in pictures]}
+    starts = _starts(source)
+    if starts is not None:
+        return {**call, "image": [picture.convert("RGB") for picture in pictures], starts: len(pictures)}
     if len(pictures) == 2 and "last_image" in call_parameters(call_class(source)):
         return {**call, "last_image": pictures[1].convert("RGB")}
     raise InputError(f"{source.pipeline_class} takes one picture at a time and there are {len(pictures)}. Choose one.")
+
+
+def _starts(source: ModelSource) -> str | None:
+    """The argument for how many pictures one prompt gives, of a pipeline that makes one from each picture."""
+    known = call_parameters(call_class(source))
+    starts_here = "strength" in known and "num_images_per_prompt" in known
+    return "num_images_per_prompt" if starts_here and not reads_pictures_with_the_prompt(source) else None
 
 
 def with_size(
@@ -213,7 +230,10 @@ def with_size(
     """`call` with the size of the result. A pipeline that takes no size takes the picture's: it is resized for it."""
     known = call_parameters(call_class(source))
     starts_here = "strength" in known or "mask_image" in known
-    first = call["image"][0] if isinstance(call["image"], list) else call["image"]
+    pictures = call["image"] if isinstance(call["image"], list) else [call["image"]]
+    first = pictures[0]
+    if starts_here and height is None and len({picture.size for picture in pictures}) > 1:
+        raise InputError("The pictures to start from differ in size. Give height and width, or pictures of one size.")
     if height is None and width is None:
         if not starts_here or "height" not in known:
             return call
@@ -227,8 +247,9 @@ def with_size(
         raise InputError(f"{source.pipeline_class} chooses the size itself. Leave height and width out.")
     from PIL.Image import Resampling
 
-    resized = {"image": first.resize((width, height), Resampling.LANCZOS)}  # as diffusers' VaeImageProcessor does
-    return {**call, **resized}
+    # As diffusers' VaeImageProcessor does.
+    resized = [picture.resize((width, height), Resampling.LANCZOS) for picture in pictures]
+    return {**call, "image": resized if isinstance(call["image"], list) else resized[0]}
 
 
 def _vae_name(source: ModelSource) -> str:

@@ -75,6 +75,12 @@ class Images:
         return [*(image if isinstance(image, list) else [image]), *last]
 
     @property
+    def starts(self) -> int:
+        """How many of the pictures are a start of their own: Denoise makes so many for each prompt, or a multiple."""
+        given = dict(self.call.structure["dict"])
+        return int(given.get("num_images_per_prompt", 1))
+
+    @property
     def nbytes(self) -> int:
         return self.call.nbytes + sum(record.nbytes for record in self.records.values())
 
