@@ -1,4 +1,4 @@
-"""LoadImage, SaveImage and PreviewImage for graphs that run without ComfyUI: same layouts, names and files as there.
+"""LoadImage, SaveImage, PreviewImage and SaveAnimatedWEBP for graphs that run without ComfyUI: same names and files.
 
 IMAGE is [B, H, W, C] float32 from 0 to 1; MASK is [B, H, W], 1 where the picture is transparent.
 """
@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -51,7 +51,24 @@ PREVIEW_IMAGE = NodeSchema(
     outputs=(),
     is_output=True,
 )
-IMAGE_NODES = {node.id: node for node in (LOAD_IMAGE, SAVE_IMAGE, PREVIEW_IMAGE)}
+WEBP_METHODS = {"default": 4, "fastest": 0, "slowest": 6}
+SAVE_ANIMATED_WEBP = NodeSchema(
+    id="SaveAnimatedWEBP",
+    display_name="Save Animated WEBP",
+    description="Writes the frames of a video as one WEBP file into the output folder.",
+    category="image",
+    inputs=(
+        Input("images", "IMAGE", "The frames to save."),
+        Input("filename_prefix", "STRING", "How the name begins; a / makes a subfolder.", default="ComfyUI"),
+        Input("fps", "FLOAT", "Frames per second.", default=6.0, min=0.01, max=1000.0, step=0.01),
+        Input("lossless", "BOOLEAN", "Whether every bit is kept.", default=True),
+        Input("quality", "INT", "Of a file that isn't lossless.", default=80, min=0, max=100),
+        Input("method", "COMBO", "How much time to take for a smaller file.", options=tuple(WEBP_METHODS)),
+    ),
+    outputs=(),
+    is_output=True,
+)
+IMAGE_NODES = {node.id: node for node in (LOAD_IMAGE, SAVE_IMAGE, PREVIEW_IMAGE, SAVE_ANIMATED_WEBP)}
 
 
 @dataclass(frozen=True)
@@ -64,12 +81,13 @@ class ImageFolders:
 
 
 def image_bodies(folders: ImageFolders, prompt: Mapping[str, Any]) -> dict[str, Callable[..., NodeResult]]:
-    """The bodies of the three nodes. prompt: the running graph, which goes into the PNG's metadata."""
+    """The bodies of these nodes. prompt: the running graph, which goes into the PNG's metadata."""
     return {
         LOAD_IMAGE.id: lambda image: load_image(folders.input, image),
         SAVE_IMAGE.id: lambda images, filename_prefix: save_images(
             folders.output, images, filename_prefix, prompt, kind="output"
         ),
+        SAVE_ANIMATED_WEBP.id: lambda **inputs: save_animated_webp(folders.output, **inputs),
         PREVIEW_IMAGE.id: lambda images: save_images(folders.preview, images, "preview", prompt, kind="temp"),
     }
 
@@ -121,6 +139,32 @@ def save_images(folder: Path, images: torch.Tensor, prefix: str, prompt: Mapping
 
     write_files([(target / name, writer(image)) for name, image in zip(names, images, strict=True)])
     return NodeResult((), ui={"images": [{"filename": name, "subfolder": subfolder, "type": kind} for name in names]})
+
+
+def save_animated_webp(
+    folder: Path,
+    images: torch.Tensor,
+    filename_prefix: str,
+    fps: float,
+    lossless: bool,
+    quality: int,
+    method: str,
+) -> NodeResult:
+    """Writes `PREFIX_00001_.webp`, counting on from what is there. 8 bits, rounded down as ComfyUI does."""
+    import numpy as np
+    from PIL import Image
+
+    target, stem, subfolder = output_target(folder, filename_prefix, width=images.shape[2], height=images.shape[1])
+    name = f"{stem}_{next_number(target, stem):05}_.webp"
+    pixels = np.clip(255 * images.cpu().numpy(), 0, 255).astype(np.uint8)
+    first, *others = [Image.fromarray(frame) for frame in pixels]
+    options = {"duration": int(1000 / fps), "lossless": lossless, "quality": quality, "method": WEBP_METHODS[method]}
+
+    def write(file: BinaryIO) -> None:
+        first.save(file, format="WEBP", save_all=True, append_images=others, **options)
+
+    write_files([(target / name, write)])
+    return NodeResult((), ui={"images": [{"filename": name, "subfolder": subfolder, "type": "output"}]})
 
 
 def _file_inside(folder: Path, name: str) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import json
+import shutil
 import weakref
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from offload_core.settings import OffloadSettings
 from phase_offload_nodes.graph import GraphError, read_graph
 from phase_offload_nodes.graph_runner import CacheMode, GraphRunner
 from phase_offload_nodes.local_host import GraphInterrupted, LocalHost
+from staging import tiny_model
 
 ROOT = Path(__file__).parents[1]
 
@@ -501,6 +503,42 @@ def test_example_of_a_lora_says_where_to_put_one_if_there_is_none(runner: GraphR
     assert runner.state.choices("loras") == [name]
     with pytest.raises(InputError, match="There is no LoRA yet: put a"):
         runner.state.loras.file(name)
+
+
+def test_example_of_a_video_names_a_model_and_says_that_it_is_not_there(runner: GraphRunner) -> None:
+    graph = read_graph(EXAMPLES / "api" / "text_to_video.json")
+    with pytest.raises(GraphError, match=r"Wan2.1-T2V-1.3B-Diffusers"):
+        runner.check(graph)
+
+
+@pytest.mark.slow
+def test_example_of_a_video_runs_with_a_video_model_and_gives_one_file(tmp_path: Path) -> None:
+    (tmp_path / "models").mkdir()
+    shutil.copytree(tiny_model("wan22_5b"), tmp_path / "models" / "wan")
+    (tmp_path / "models" / "wan" / "phase_offload.json").write_text('{"num_frames": 5}')
+    runner = make_runner(LocalHost([tmp_path / "models"]), tmp_path)
+    graph = read_graph(EXAMPLES / "api" / "text_to_video.json")
+    graph["1"]["inputs"].update(model="wan", device="cpu")
+    graph["3"]["inputs"].update(steps=1, width=64, height=64)
+    (file,) = runner.run(graph).images
+    with Image.open(file) as clip:
+        assert (clip.n_frames, clip.size) == (5, (64, 64))
+
+
+def test_frames_become_one_animated_file(runner: GraphRunner, tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    frames = [Image.new("RGB", (16, 8), colour) for colour in ("red", "green", "blue")]
+    frames[0].save(tmp_path / "in" / "three.png", save_all=True, append_images=frames[1:])
+    how = {"fps": 8.0, "lossless": True, "quality": 80, "method": "fastest", "filename_prefix": "clip"}
+    graph = {"1": node("LoadImage", image="three.png"), "2": node("SaveAnimatedWEBP", images=["1", 0], **how)}
+    (file,) = runner.run(graph).images
+    assert file.name == "clip_00001_.webp"
+    with Image.open(file) as clip:
+        assert clip.n_frames == 3
+        for number, frame in enumerate(frames):
+            clip.seek(number)
+            assert clip.convert("RGB").tobytes() == frame.tobytes()
+            assert clip.info["duration"] == 125
 
 
 def test_example_graph_passes_the_checks(
