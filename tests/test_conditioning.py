@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,6 +42,14 @@ def test_embeds_as_conditioning_and_back_give_the_pipelines_picture(name: str) -
     latents = po.denoise(handle, embeds, seed=3, session=session, **call)
     assert torch.equal(torch.as_tensor(po.decode(handle, latents, "pt")).float(), expected)
     assert not any(part.startswith("text_encoder") for phase in session.report.phases for part in phase.forwards)
+
+
+def test_a_model_with_a_negative_prompt_of_its_own_takes_that_of_the_conditioning() -> None:
+    handle = po.load(Path(po.__file__).parent / "demo" / "model", device="cpu")
+    embeds = po.encode(handle, "a large red circle on a blue background", "a star")
+    back = po.embeds_from_conditioning(handle, *po.conditioning_of(handle, embeds))
+    made = [po.denoise(handle, each, seed=4, num_inference_steps=2).samples for each in (embeds, back)]
+    assert torch.equal(*made)
 
 
 @pytest.mark.parametrize("name", often(EXACT, ("sdxl",)))

@@ -19,7 +19,7 @@ from ..plan import Plan
 from ..schedulers import scheduler_like
 from ..session import Session
 from ._components import Component
-from ._encode import friendly_errors, one_negative_each, pictures_call, run_encode, with_pictures
+from ._encode import friendly_errors, one_negative_each, pictures_call, run_encode, with_defaults, with_pictures
 from ._handle import Handle, model_defaults
 from ._jobs import each_job, need_jobs
 from ._layout import Layout
@@ -118,7 +118,7 @@ def denoise_question(
         handle = replace(handle, pipeline=embeds.pipeline)
     source = handle.source()
     given = {**encoded, **pictures_call(handle, source, images), **kwargs}
-    call = one_negative_each({**model_defaults(source), **given})
+    call = one_negative_each(with_defaults(source, given))
     check_call(call_class(source), call)
     if "image" not in call and needs_pictures(source):
         raise InputError(f"{source.pipeline_class} needs a picture: give Denoise the images.")

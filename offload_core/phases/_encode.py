@@ -143,7 +143,14 @@ def encode_call(source: ModelSource, prompt: Any, negative_prompt: Any, kwargs: 
 
 def encode_run(source: ModelSource, call: dict[str, Any]) -> dict[str, Any]:
     """The arguments that Encode runs the pipeline with: the caller's, the model's defaults, and guidance on."""
-    return force_guidance(source, one_negative_each({**model_defaults(source), **call}))
+    return force_guidance(source, one_negative_each(with_defaults(source, call)))
+
+
+def with_defaults(source: ModelSource, call: dict[str, Any]) -> dict[str, Any]:
+    """`call` with the model's own defaults, but for texts whose embeddings are given: pipelines refuse both."""
+    given = tuple(name.removesuffix("_embeds") for name in ("prompt_embeds", "negative_prompt_embeds") if name in call)
+    own = {name: value for name, value in model_defaults(source).items() if not name.startswith(given)}
+    return {**own, **call}
 
 
 def one_negative_each(call: dict[str, Any]) -> dict[str, Any]:
