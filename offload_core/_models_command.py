@@ -76,7 +76,7 @@ def model_rows(folders: list[Path]) -> list[dict[str, Any]]:
         except OffloadError as error:
             rows.append({"name": name, "bytes": 0, "what": f"unusable: {error}", "path": str(path)})
     for name, file in list_model_files(folders).items():
-        if file.roles and not any(str(file.path).startswith(f"{row['path']}/") for row in rows):
+        if file.roles and not any(file.path.is_relative_to(str(row["path"])) for row in rows):
             packed = ", packed" if file.packed else ""
             what = f"{' and '.join(file.titles)}{packed}"
             rows.append({"name": name, "bytes": file.path.stat().st_size, "what": what, "path": str(file.path)})
@@ -114,7 +114,7 @@ def _add(args: argparse.Namespace, terminal: Terminal) -> None:
         return
     with terminal.session() as session:
         folder = download(plan, session=session)
-    terminal.say(f"Ready. Use it as: --model {folder if args.into else args.model}")
+    terminal.say(f"Ready. Use it as: --model {folder if args.into or args.revision else args.model}")
 
 
 def _asked(terminal: Terminal) -> bool:

@@ -7,6 +7,8 @@ cut off goes on where it stopped.
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import json
 import re
 import shutil
@@ -26,17 +28,20 @@ from .session import Progress, Session
 from .weight_files import choose_weight_names
 
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_CHUNK_BYTES = 4 << 20
 _SPARE_BYTES = 64 << 20  # that a disk keeps free
 _NETWORK = ("httpx", "httpx2", "httpcore", "httpcore2", "requests", "urllib3", "socket", "ssl")
 
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """A file of a model on the Hub. nbytes: its size. is_here: whether the Hub's cache on this machine has it."""
+    """A file of a model on the Hub. nbytes: its size. is_here: whether the Hub's cache on this machine has it. sha256:
+    of its bytes, in hex, where the Hub says it (of large files)."""
 
     name: str
     nbytes: int
     is_here: bool
+    sha256: str | None = None
 
 
 @dataclass(frozen=True)
@@ -96,7 +101,8 @@ def plan_download(
     Hub. Raises ModelError, a sentence: not an id, not there, gated, offline, no diffusers model, pickles only.
     """
     if not _ID.fullmatch(model_id.strip()) or ".." in model_id:
-        raise ModelError(f"{show(model_id)} is no Hub id. An id is OWNER/NAME, as in the address of the model's page.")
+        what = f"{show(model_id)} is no Hub id. An id is OWNER/NAME, as in the address of the model's page"
+        raise ModelError(f"{what}; a single file is fetched from there, by hand.")
     model_id = model_id.strip()
     if into is not None and into.exists():
         raise ModelError(
@@ -107,13 +113,14 @@ def plan_download(
     with _explained(model_id):
         info = HfApi(endpoint=endpoint).model_info(model_id, revision=revision or None, files_metadata=True)
     sizes = {file.rfilename: int(file.size or 0) for file in info.siblings or ()}
+    sums = {file.rfilename: file.lfs.sha256 for file in info.siblings or () if file.lfs is not None}
     commit = str(info.sha)
     index = next((name for name in (INDEX, MODULAR_INDEX) if name in sizes), None)
     if index is None:
         raise ModelError(_no_model(model_id, sizes))
     components = _components(_fetch_text(model_id, index, commit, endpoint), model_id, index)
     chosen, left_out = _choose(sizes, components, variant, model_id)
-    files = tuple(RemoteFile(name, sizes[name], _is_here(model_id, name, commit)) for name in chosen)
+    files = tuple(RemoteFile(name, sizes[name], _is_here(model_id, name, commit), sums.get(name)) for name in chosen)
     place = into.parent if into is not None else _cache_folder()
     return DownloadPlan(model_id, commit, files, left_out, _free_bytes(place), into, endpoint, revision or "main")
 
@@ -138,14 +145,14 @@ def download(plan: DownloadPlan, *, session: Session | None = None) -> Path:
     folder: Path | None = None
     for file in plan.files:
         bar = _bar(session, plan.total_bytes, done)
-        with _explained(plan.model_id):
+        with _explained(plan.model_id), _room(plan):
             path = hf_hub_download(
                 plan.model_id, file.name, revision=plan.revision, endpoint=plan.endpoint, tqdm_class=bar, **where
             )
         session.observer.check_interrupt()
-        if Path(path).stat().st_size != file.nbytes:
-            raise ModelError(f"{file.name} of {plan.model_id} arrived with another size than the Hub says. Try again.")
-        done += file.nbytes
+        if not (file.is_here and parts is None):
+            _check_file(Path(path), file, plan, session)
+            done += file.nbytes
         session.observer.progress(Progress("download", "load", min(done, plan.total_bytes), plan.total_bytes, "bytes"))
         if file.name in (INDEX, MODULAR_INDEX):
             folder = Path(path).parent
@@ -157,6 +164,34 @@ def download(plan: DownloadPlan, *, session: Session | None = None) -> Path:
     if plan.into is None:
         _note_revision(folder, plan)
     return folder
+
+
+def _check_file(path: Path, file: RemoteFile, plan: DownloadPlan, session: Session) -> None:
+    """Raises ModelError, and removes the file, if it isn't what the Hub says."""
+    wrong = path.stat().st_size != file.nbytes
+    if not wrong and file.sha256 is not None:
+        digest = hashlib.sha256()
+        with path.open("rb") as data:
+            while chunk := data.read(_CHUNK_BYTES):
+                session.observer.check_interrupt()
+                digest.update(chunk)
+        wrong = digest.hexdigest() != file.sha256
+    if wrong:
+        path.resolve().unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
+        raise ModelError(
+            f"{file.name} of {plan.model_id} arrived damaged: its bytes aren't those of the Hub. Try again."
+        )
+
+
+@contextmanager
+def _room(plan: DownloadPlan) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        raise ModelError(f"The disk was full while {plan.model_id} was fetched. Make room, and try again.") from None
 
 
 def _finish(parts: Path, plan: DownloadPlan) -> None:
@@ -182,14 +217,25 @@ def _components(text: str, model_id: str, index: str) -> dict[str, str]:
     """The folders of a model's components, with the library of each."""
     try:
         entries = json.loads(text)
-        found = {name: value for name, value in entries.items() if isinstance(value, list) and len(value) >= 2}
+        found = dict(filter(None, map(_component, entries.items())))
     except (ValueError, AttributeError):
         raise ModelError(f"{index} of {model_id} isn't JSON, so it can't be a diffusers model.") from None
-    here = {name: str(value[0]) for name, value in found.items() if value[0] is not None and value[1] is not None}
-    for name in here:
+    for name in found:
         if plain_parts(name) != [name]:
             raise ModelError(f"{index} of {model_id} names a component {show(name)}, which is no folder's name.")
-    return here
+    return found
+
+
+def _component(entry: tuple[str, Any]) -> tuple[str, str] | None:
+    """(folder, library) of an entry of an index, None for one that isn't a component. An entry of a modular index says
+    in its third value which folder it has, and which class if there is none yet."""
+    name, value = entry
+    if not isinstance(value, list) or len(value) < 2:
+        return None
+    spec = value[2] if len(value) > 2 and isinstance(value[2], dict) else {}
+    hint = spec.get("type_hint") or [None, None]
+    library = value[0] if value[0] is not None else hint[0]
+    return (str(spec.get("subfolder") or name), str(library)) if library is not None else None
 
 
 def _choose(
@@ -292,8 +338,7 @@ def _explained(model_id: str) -> Iterator[None]:
         yield
     except errors.GatedRepoError:
         raise ModelError(
-            f"{model_id} is gated. Accept its conditions on its page (huggingface.co/{model_id}), and sign in on this "
-            "machine with `hf auth login`."
+            f"{model_id} is gated. Accept its conditions on its page, and sign in on this machine with `hf auth login`."
         ) from None
     except errors.RevisionNotFoundError:
         raise ModelError(f"{model_id} has no such revision. Choose a branch, tag or commit of its page.") from None
@@ -309,6 +354,8 @@ def _explained(model_id: str) -> Iterator[None]:
         ) from None
     except errors.HfHubHTTPError as error:
         code = getattr(error.response, "status_code", "no answer")
+        if code in (401, 403):
+            raise ModelError(f"The Hub refused {model_id}. Sign in on this machine with `hf auth login`.") from None
         raise ModelError(f"The Hub answered {code} when it was asked for {model_id}. Try again later.") from None
     except Exception as error:
         if type(error).__module__.partition(".")[0] not in _NETWORK and not isinstance(error, ConnectionError):

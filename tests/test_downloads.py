@@ -193,9 +193,21 @@ def test_node_shows_what_it_would_fetch_and_fetches_only_when_it_is_allowed_twic
     for place in ("hub cache", "models/diffusers"):
         result = runner.run(graph(download=True, place=place))
         assert "fetched" in result.ui["1"]["text"][0]
-    assert (roots / "tiny" / "model_index.json").is_file()
+    assert (roots / "someone" / "tiny" / "model_index.json").is_file()
     sent = dict(hub.fetched)
     again = runner.run(graph(download=True, place="models/diffusers"))
     assert again.ui["1"]["text"] == ["someone/tiny: on this machine"] and hub.fetched == sent
-    with pytest.raises(Exception, match="is no id of the Hub"):
-        runner.run(graph(model_id="../up"))
+    for model_id in ("../up", "x/..", "someone/tiny/more"):
+        with pytest.raises(Exception, match="is no id of the Hub"):
+            runner.run(graph(model_id=model_id, place="models/diffusers"))
+    with pytest.raises(Exception, match="A variant needs a folder of its own"):
+        runner.run(graph(variant="fp16"))
+
+
+def test_file_whose_bytes_are_others_than_the_hub_says_is_refused(hub: Hub) -> None:
+    plan = plan_download("someone/tiny", endpoint=hub.address)
+    files = tuple(replace(f, sha256="0" * 64) if f.name.startswith("vae/diff") else f for f in plan.files)
+    with pytest.raises(ModelError, match="vae/diffusion_pytorch_model.safetensors of someone/tiny arrived damaged"):
+        download(replace(plan, files=files))
+    assert not plan_download("someone/tiny", endpoint=hub.address).files[-1].is_here
+    assert po.load(str(download(plan))).pipeline == "StableDiffusionPipeline"

@@ -92,7 +92,7 @@ def download_model(
 ) -> NodeResult:
     """PhaseOffloadDownloadModel: a handle of the model, and what was or would be fetched, in words."""
     model_id = model_id.strip()
-    folder = _folder(call.state, model_id, place)
+    folder = _folder(call.state, model_id, place, revision, variant)
     said = f"{model_id}: on this machine"
     found = _here(model_id, folder, revision)
     if found is None:
@@ -148,13 +148,26 @@ def _here(model_id: str, folder: Path | None, revision: str) -> Path | None:
     return path
 
 
-def _folder(state: PackState, model_id: str, place: str) -> Path | None:
+def _folder(state: PackState, model_id: str, place: str, revision: str, variant: str) -> Path | None:
+    """The folder that the model has or gets, None for the Hub's cache. Each revision and variant has one of its own."""
+    if not _ID.fullmatch(model_id) or ".." in model_id:
+        raise InputError(
+            f"{model_id!r} is no id of the Hub: an id is OWNER/NAME, as in the address of the model's page."
+        )
     if place == CACHE:
+        if variant:
+            raise InputError("A variant needs a folder of its own: choose models/diffusers as its place.")
         return None
+    for what, word in (("revision", revision), ("variant", variant)):
+        if word and not re.fullmatch(r"\w[\w.-]*", word):
+            raise InputError(
+                f"The {what} {word!r} can't be a part of a folder's name. Choose the hub cache as its place."
+            )
     roots = state.host.model_roots()
     if not roots:
         raise InputError(f"There is no models folder to put {model_id} into. Choose the hub cache as its place.")
-    return roots[0] / model_id.rpartition("/")[2]
+    owner, _, name = model_id.partition("/")
+    return roots[0] / owner / f"{name}{f'@{revision}' if revision else ''}{f'.{variant}' if variant else ''}"
 
 
 def fingerprint(
@@ -163,12 +176,14 @@ def fingerprint(
     model_id: Any = "",
     place: Any = CACHE,
     revision: Any = "",
+    variant: Any = "",
     download: Any = False,
     **_unused: Any,
 ) -> str:
     """Changes with the model's files, and when they come."""
     try:
-        found = _here(str(model_id).strip(), _folder(state, str(model_id).strip(), str(place)), str(revision or ""))
+        name, version = str(model_id).strip(), str(revision or "")
+        found = _here(name, _folder(state, name, str(place), version, str(variant or "")), version)
         return model_fingerprint(state, found) if found is not None else f"not here, {download} {state.defaults}"
     except OffloadError as error:
         return f"unusable: {error}"
