@@ -5,6 +5,7 @@ Uses what `comfy_api.latest` has in 0.3.64 and in later versions alike; newer fi
 
 from __future__ import annotations
 
+import functools
 import inspect
 from typing import Any
 
@@ -137,5 +138,10 @@ def _type(io: Any, name: str) -> Any:
 
 def _accepted(callee: Any, settings: dict[str, Any]) -> dict[str, Any]:
     """The settings that this version of the host knows."""
-    parameters = inspect.signature(callee).parameters
-    return {name: value for name, value in settings.items() if name in parameters}
+    known = _parameters(callee)
+    return {name: value for name, value in settings.items() if name in known}
+
+
+@functools.cache  # a page asks for all schemas at once, and they are made of a few kinds of specs
+def _parameters(callee: Any) -> frozenset[str]:
+    return frozenset(inspect.signature(callee).parameters)
