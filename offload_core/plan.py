@@ -299,11 +299,12 @@ def _plan_phase(job: PhaseJob, limits: Limits, rates: Rates, *, choose: bool = T
     passes = sum(component.times * component.pass_s for component in components)
     load = sum(max(component.first_s - component.pass_s, 0.0) for component in components if component.times)
     count = job.steps or 1
+    unpacking = max((component.unpacking_bytes for component in job.components), default=0)  # in what stays, once
     return PhasePlan(
         name=job.name,
         fits=fits,
         weight_bytes=sum(component.weight_bytes for component in components),
-        resident_bytes=sum(c.weights.resident_bytes + c.weights.small_bytes for c in components),
+        resident_bytes=sum(c.weights.resident_bytes + c.weights.small_bytes for c in components) - unpacking,
         streamed_bytes=sum(c.weights.streamed_bytes for c in components),
         ring_bytes=held.ring,
         activation_peak_bytes=activations,

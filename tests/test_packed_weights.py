@@ -292,6 +292,7 @@ def test_plan_says_what_packing_saves_and_holds() -> None:
     before, after = stored.phase("denoise"), packed.phase("denoise")
     assert before is not None and after is not None
     assert after.weight_bytes < 0.7 * before.weight_bytes
+    assert after.resident_bytes == after.weight_bytes  # what unpacking takes isn't a weight
     saved = human_bytes(before.weight_bytes - after.weight_bytes)
     assert f"transformer is packed to 8 bits on its way in, which saves {saved}." in after.reasons
     assert not any("packed" in reason for reason in before.reasons)
