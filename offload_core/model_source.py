@@ -22,6 +22,7 @@ from .errors import ModelError
 from .library_classes import TRUST_ADVICE, is_allowed_library, library_class
 from .model_folder import MAX_TEXT_BYTES, ModelFolder, plain_parts
 from .model_list import choose_model, list_models, near_names, no_models_sentence
+from .quantised import check_quantised
 from .weight_files import ALL_BASE_NAMES, BASE_NAMES, WeightFiles, find_weight_files, has_weight_files
 
 __all__ = [
@@ -159,6 +160,7 @@ def resolve_model(model: str | os.PathLike[str] | SplitFiles) -> ModelSource:
         source = _read_blocks(folder, record)
     for component in source.components.values():
         component_class(component)
+        check_quantised(component)
     if not source.components:
         index = INDEX if source.blocks is None else MODULAR_INDEX
         raise folder.error(folder.root / index, "names no component", _AGAIN)

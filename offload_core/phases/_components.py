@@ -17,6 +17,7 @@ from ..checkpoint import read_header
 from ..devices import RandomState
 from ..library_dtypes import parameter_dtypes, request_dtype
 from ..model_source import ComponentSource, component_class
+from ..quantised import check_device, import_format, method_of
 from ..stored_weight import StoredWeight, read_stored
 from ..streaming import Managed, OffloadScope, PartSize, StreamPlan, part_sizes
 from ._cold import cold_like, forget_method_caches, make_cold, real_tensors, scrub_attributes
@@ -62,11 +63,13 @@ class Component:
         self, source: ComponentSource, dtype: torch.dtype, memory: Memory, weight_storage: str = "as stored"
     ) -> None:
         self.source, self.dtype, self.memory = source, dtype, memory
+        self.quantised = method_of(source) is not None
         self.module = _skeleton(source, dtype, memory.device)
         self.dtypes = parameter_dtypes(self.module, source.library, names_of(self.module), dtype)
         self.stored = bind_stored(self.module, source) if source.stored is not None else None
         _take_weights(self.module, source, dtype, memory.device, self.stored)
-        self.packed = packed_weights(self.module, source, self.stored, weight_storage, self.dtypes)
+        storage = "as stored" if self.quantised else weight_storage
+        self.packed = packed_weights(self.module, source, self.stored, storage, self.dtypes)
         self.managed: Managed | None = None
         self.skip: tuple[str, ...] = ()
         self.recast: torch.dtype | None = None
@@ -94,6 +97,7 @@ class Component:
         """
         if self.loaded:
             return
+        check_device(self.source, self.memory.device)
         started, random = time.perf_counter(), RandomState(self.memory.device)
         if self.before_load is not None:
             self.before_load()
@@ -149,6 +153,8 @@ class Component:
 
     def _casts(self, name: str, stored: torch.dtype) -> tuple[torch.dtype, ...]:
         """As the loader casts, and then as the pipeline did to the component (an SDXL VAE in float16 is upcast)."""
+        if self.quantised:  # an 8-bit weight may have the name that a plain one had
+            return (stored,)
         dtype = self.dtypes.get(name, stored)
         return (dtype, self.recast) if self.recast is not None else (dtype,)
 
@@ -180,7 +186,9 @@ class Component:
 
     @property
     def run_bytes(self) -> int:
-        """Bytes of all weights in the form they are held in, whatever the file's."""
+        """Bytes of all weights in the form they are held in, whatever the file's. Quantised ones are held as stored."""
+        if self.quantised:
+            return self.source.weight_bytes
         if self.packed:
             return sum(size.nbytes for size in self.part_sizes())
         stored = getattr(torch, self.source.dtype or "float32").itemsize
@@ -286,6 +294,7 @@ def from_files(source: ComponentSource, dtype: torch.dtype) -> nn.Module:
     require grad, and in float16 the two forms differ in their last bits.
     """
     cls: Any = component_class(source)
+    import_format(source)
     options: dict[str, Any] = {
         "dtype": _loading_dtype(source, dtype),
         "use_safetensors": True,
@@ -299,7 +308,9 @@ def from_files(source: ComponentSource, dtype: torch.dtype) -> nn.Module:
 
 
 def _loading_dtype(source: ComponentSource, dtype: torch.dtype) -> torch.dtype:
-    """What a component is loaded in: its file's own dtype where it can be."""
+    """What a component is loaded in: its file's own dtype where it can be. That of a quantised one is of its codes."""
+    if method_of(source) is not None:
+        return dtype
     stored: torch.dtype = getattr(torch, source.dtype or "float32")
     if not stored.is_floating_point or (stored.itemsize < 2 and source.library != "diffusers"):
         return dtype  # transformers builds under the dtype, and torch has no 8-bit default dtype

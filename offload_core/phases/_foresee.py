@@ -29,6 +29,7 @@ from ._encode import encode_call, encode_ports, encode_question, encode_run, fri
 from ._handle import Handle, model_defaults
 from ._images import NoisePort, image_ports, images_question, run_images, with_size
 from ._loras import trace_loras
+from ._packed import component_sizes, unpacking
 from ._pipeline import call_class, check_call
 from ._plain import RecordMissing, from_plain
 from ._ports import PhaseDone, Port, Records, ReplayPort, RunPort, StopPort
@@ -234,7 +235,7 @@ class _Watch:
 
     def add_loras(self, phase: Phase, owned: Iterable[str]) -> None:
         """Traces these components with their LoRAs. They get them after their weights were placed, as in the phase."""
-        own = {name: tuple(phase.components[name].part_sizes()) for name in owned if phase.handle.loras}
+        own = {name: component_sizes(phase.components[name]) for name in owned if phase.handle.loras}
         self._added = trace_loras(phase, set(owned))
         self._own = {name: own[name] for name in self._added}
 
@@ -263,17 +264,20 @@ class _Watch:
         assumed = tuple(
             dict.fromkeys(f"{call.component}: {call.trace.assumed}" for call in calls if call.trace.assumed)
         )
-        job = PhaseJob(phase.name, self.tracer.peak_bytes, tuple(components), self.steps, assumed=assumed)
+        beside, added = unpacking(phase.components[name] for name in used)
+        peak = self.tracer.peak_bytes + beside
+        job = PhaseJob(phase.name, peak, tuple(components), self.steps, assumed=(*assumed, *added))
         return PhaseTrace(job, calls)
 
     def _component_job(self, component: Component, calls: tuple[TracedCall, ...]) -> ComponentJob:
         name, source = component.source.name, component.source
         dtype = component.recast or component.dtype
-        parts = self._own.get(name) or tuple(component.part_sizes())
-        if component.packed:
+        parts = self._own.get(name) or component_sizes(component)
+        stored = getattr(torch, source.dtype or "float32").itemsize / dtype.itemsize
+        if component.quantised:
+            stored = 1.0
+        elif component.packed:
             stored = source.weight_bytes / max(sum(part.nbytes for part in component.part_sizes()), 1)
-        else:
-            stored = getattr(torch, source.dtype or "float32").itemsize / dtype.itemsize
         return ComponentJob(
             name,
             str(dtype).removeprefix("torch."),
