@@ -110,8 +110,8 @@ def import_format(component: ComponentSource) -> None:
     importlib.import_module(FORMATS[method].package)
     if method == "sdnq" and getattr(importlib.import_module("sdnq.common"), "use_torch_compile", False):
         raise ModelError(
-            f"The component {show(component.name)} is quantised by sdnq, which unpacks its weights by compiled functions "
-            "here, and these can't take streamed weights. Set SDNQ_USE_TORCH_COMPILE=0 before you start."
+            f"The component {show(component.name)} is quantised by sdnq, which unpacks its weights by compiled "
+            "functions here, and these can't take streamed weights. Set SDNQ_USE_TORCH_COMPILE=0 before you start."
         )
 
 
