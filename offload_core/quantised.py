@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from .checkpoint import TensorEntry, read_header, show
 from .errors import DeviceError, ModelError
 
 if TYPE_CHECKING:
+    import torch
+
     from .model_source import ComponentSource
 
 # Of the largest quantised weight, per element, while it is unpacked for a product: two float32 tensors between the
@@ -117,14 +117,17 @@ def import_format(component: ComponentSource) -> None:
 
 def packed_sizes(component: ComponentSource, names: Iterable[str]) -> dict[str, dict[str, int]]:
     """For each weight of these names (of the module as it would be without quantisation) that is quantised in the
-    files: the bytes of the tensors it is stored as, by their names. From headers alone."""
+    files: the bytes that the tensors it is stored as take when they are loaded, by their names. From headers alone."""
     known = set(names)
+    widens = method_of(component) == "sdnq" and component.library == "diffusers"
     tensors = _tensors(component)[0]
     found: dict[str, dict[str, int]] = defaultdict(dict)
     for name, entry in tensors.items():
         weight = _weight_of(name, known)
         if weight is not None:
-            found[weight][name] = entry.nbytes
+            # There scales, zero points and SVD factors are loaded in float32, measured with sdnq 0.2.8.
+            wider = widens and weight != name and entry.dtype in ("BF16", "F16") and not name.endswith(".bias")
+            found[weight][name] = entry.nbytes * (2 if wider else 1)
     return {weight: parts for weight, parts in found.items() if set(parts) != {weight}}
 
 

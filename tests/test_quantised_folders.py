@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import nn
 
 import offload_core as po
 from offload_core import quantised
 from offload_core.model_source import ComponentSource
 from offload_core.quantised import check_device, check_quantised, import_format, method_of, packed_sizes
+from offload_core.streaming._tensor_classes import bytes_beside
 from quantised_models import CONFIGS, save_quantised
 from staging import job, staged, words
 
@@ -115,6 +117,20 @@ def test_sdnq_that_compiles_its_unpacking_is_refused(tmp_path: Path, monkeypatch
         import_format(made)
     common.use_torch_compile = False
     import_format(made)
+
+
+def test_what_sdnq_loads_in_float32_counts_so(tmp_path: Path) -> None:
+    tensors = {"a.weight": CODES, "a.scale": SCALE.bfloat16(), "a.bias": SCALE.bfloat16()}
+    found = packed_sizes(component(tmp_path, "sdnq", tensors), ["a.weight", "a.bias"])
+    assert found == {"a.weight": {"a.weight": 16, "a.scale": 16}}
+
+
+def test_tensors_that_a_weight_keeps_beside_its_bytes_are_counted_once() -> None:
+    weight: Any = nn.Parameter(CODES.clone(), requires_grad=False)
+    nested = SimpleNamespace(absmax=torch.ones(2), code=torch.ones(4))
+    weight.quant_state = SimpleNamespace(absmax=torch.ones(8), state2=nested, again=nested.code)
+    weight.CB = weight.data
+    assert bytes_beside(weight) == 4 * (8 + 2 + 4)
 
 
 def test_old_configs_of_bitsandbytes_are_known(tmp_path: Path) -> None:

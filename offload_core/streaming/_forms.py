@@ -19,7 +19,7 @@ from ._packed_weight import Packed, PackedWeight
 from ._parts import Part, Place, is_recurrent
 from ._shape import Layout, as_bytes
 from ._streamed_class import StreamedClass
-from ._tensor_classes import TensorClass, classify, shell_of
+from ._tensor_classes import TensorClass, bytes_beside, classify, shell_of
 from ._weight import Entry, StreamedWeight, cold_weight
 
 if TYPE_CHECKING:
@@ -65,6 +65,8 @@ class Forms:
         part.layout = Layout(item.dtype, torch.Size(item.shape), stride)
         if rule.rule == "resident" or item.shares_storage or not item.dense or is_recurrent(item):
             part.untouched = tensor.device == self.scope.device
+            if part.moves_with_layer and not is_recurrent(item):
+                item.nbytes += bytes_beside(tensor)
             return part
         if rule.rule == "inner":
             assert rule.take_apart is not None

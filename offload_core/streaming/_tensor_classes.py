@@ -100,6 +100,23 @@ def classify(tensor: torch.Tensor, name: str) -> TensorClass:
     raise _refusal(tensor, name, "this engine has no rule for it")
 
 
+def bytes_beside(tensor: torch.Tensor) -> int:
+    """Bytes of the tensors that a weight keeps in its attributes (the scales of bitsandbytes), which move with it."""
+    if _flattens(type(tensor)):  # its parts are counted already
+        return 0
+    found: dict[int, int] = {}
+    pending = [(value, 3) for value in vars(tensor).values()]
+    while pending:
+        value, depth = pending.pop()
+        if isinstance(value, torch.Tensor):
+            found[value.data_ptr()] = value.nbytes
+        elif depth and not isinstance(value, type | torch.nn.Module):
+            inner = value if isinstance(value, Mapping) else getattr(value, "__dict__", {})
+            pending += [(item, depth - 1) for item in inner.values()]
+    found.pop(tensor.data_ptr(), None)
+    return sum(found.values())
+
+
 def shell_of(tensor: torch.Tensor, name: str) -> Shell:
     """The shell of a weight whose rule is "inner"; afterwards the weight itself may be dropped.
 
