@@ -40,9 +40,9 @@ class Handle:
     settings: OffloadSettings = field(default_factory=OffloadSettings, repr=False)
     loras: tuple[Lora, ...] = ()
     files: SplitFiles | None = field(default=None, repr=False)
-    weight_storage: str = "as stored"
-    companions: tuple[Companion, ...] = ()
-    ip_adapter: IPAdapter | None = None
+    weight_storage: str = field(default="as stored", repr=False)
+    companions: tuple[Companion, ...] = field(default=(), repr=False)
+    ip_adapter: IPAdapter | None = field(default=None, repr=False)
 
     def source(self) -> ModelSource:
         """The model's files, checked again. Raises ModelError if they are gone or changed since `load`."""

@@ -288,9 +288,12 @@ class _GatedPart:
 
     def _run_loaded(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Loading gives the component other parts. A pipeline that took this one before (Ideogram 4 calls the layers of
-        its text encoder one by one) means the one that is in its place now."""
+        its text encoder one by one) means the one that is in its place now, unless that one was put around it (LoRA).
+        """
         part = self._component().get_submodule(self._path)  # type: ignore[attr-defined]
-        return run(*args, **kwargs) if part is self else part(*args, **kwargs)
+        if any(each is self for each in part.modules()):
+            return run(*args, **kwargs)
+        return part(*args, **kwargs)
 
 
 def _entry(name: str) -> Callable[..., Any]:
