@@ -73,7 +73,7 @@ def plan_preview(
     from offload_core.plan_table import plan_line, plan_table
 
     options, notes = pipeline_options(model, steps=steps, guidance=guidance, width=width, height=height, batch=batch)
-    shown = None if image is None else model.for_pictures(masked=mask is not None)
+    shown = None if image is None else model.for_pictures(masked=mask is not None, count=len(image))
     notes += add_strength(options, shown, strength)
     if image is not None:
         options["images"] = pictures_of(image)

@@ -18,6 +18,7 @@ from ..model_source import ModelSource
 from ..plan import Plan
 from ..schedulers import scheduler_like
 from ..session import Session
+from ._clips import given_pictures
 from ._components import Component
 from ._encode import friendly_errors, one_negative_each, pictures_call, run_encode, with_defaults, with_pictures
 from ._handle import Handle, model_defaults
@@ -33,7 +34,7 @@ from ._records import Embeds, Images, Latents, Sound
 from ._roles import Role, models, role_of
 from ._scope import OpenPhase, Phase
 from ._sound import frame_rate_of, makes_sound
-from ._tasks import needs_pictures
+from ._tasks import needs_pictures, starts_from_a_clip
 
 SEED_LIMIT = 2**64
 
@@ -114,14 +115,16 @@ def denoise_question(
     check_embeds(handle, handle.source(), embeds)
     encoded = from_plain(embeds.call, torch.device("cpu"))
     handle = with_pictures(handle, images)
-    if images is None and "image" in encoded:  # the embeddings carry the pictures
+    if images is None and given_pictures(encoded):  # the embeddings carry the pictures
         handle = replace(handle, pipeline=embeds.pipeline)
     source = handle.source()
     given = {**encoded, **pictures_call(handle, source, images), **kwargs}
     call = one_negative_each(with_defaults(source, given))
     check_call(call_class(source), call)
-    if "image" not in call and needs_pictures(source):
+    if not given_pictures(call) and needs_pictures(source):
         raise InputError(f"{source.pipeline_class} needs a picture: give Denoise the images.")
+    if "video" in call and call.get("num_videos_per_prompt", 1) != 1 and starts_from_a_clip(source):
+        raise InputError(f"{source.pipeline_class} makes one video of a clip: leave num_videos_per_prompt at 1.")
     if images is not None and call.get("num_images_per_prompt", 1) % images.starts:
         raise InputError(
             f"There are {images.starts} pictures to start from and num_images_per_prompt is "

@@ -16,6 +16,7 @@ from ..model_source import ModelSource
 from ..plan import Plan
 from ..session import Session
 from ._answers import Answers
+from ._clips import given_pictures
 from ._handle import Handle, model_defaults
 from ._jobs import each_job, need_jobs
 from ._loras import plan_loras
@@ -66,7 +67,7 @@ def encode_question(
     handle = with_pictures(handle, images)
     source = handle.source()
     pictures = pictures_call(handle, source, images)
-    if "image" not in {**pictures, **kwargs} and needs_pictures(source):
+    if not given_pictures({**pictures, **kwargs}) and needs_pictures(source):
         raise InputError(f"{source.pipeline_class} needs a picture beside the prompt: give Encode the images.")
     return handle, source, encode_call(source, prompt, negative_prompt, {**pictures, **kwargs})
 

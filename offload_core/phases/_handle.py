@@ -63,16 +63,17 @@ class Handle:
         return []
 
     def for_task(self, task: str) -> Handle:
-        """The same model as the pipeline that does `task`: "image-to-image", "inpaint" or "image-to-video".
+        """The same model as the pipeline that does `task`: "image-to-image", "inpaint", "image-to-video" or
+        "video-to-video".
 
         Its own pipeline if that takes a picture, else a sibling of it over the same components. Raises InputError if
         there is none.
         """
         return replace(self, pipeline=class_for_task(self._folder(), task))
 
-    def for_pictures(self, *, masked: bool = False) -> Handle:
-        """The same model as the pipeline that `encode_images` chooses for a picture, with or without a mask."""
-        return self.for_task(task_of(self.source(), masked=masked))
+    def for_pictures(self, *, masked: bool = False, count: int = 1) -> Handle:
+        """The same model as the pipeline that `encode_images` chooses for so many pictures, with or without a mask."""
+        return self.for_task(task_of(self.source(), masked=masked, count=count))
 
     def device_here(self) -> torch.device:
         return resolve_device(self.device)

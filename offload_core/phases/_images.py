@@ -20,6 +20,7 @@ from ..plan import Plan
 from ..session import Session
 from ..trace import Tracer
 from ..trace_blocks import repeated_blocks
+from ._clips import check_clip, frames_of, given_pictures, is_clip, whole_clip
 from ._denoise import check_size, size_multiple
 from ._encode import friendly_errors
 from ._handle import Handle, model_defaults
@@ -31,7 +32,14 @@ from ._ports import EncodeOnlyPort, PhaseDone, Port, RecordingPort, Records, Sto
 from ._records import Images, plain_call
 from ._roles import Role, models, role_of
 from ._scope import OpenPhase, Phase
-from ._tasks import class_for_task, reads_pictures_with_the_prompt, takes_many, task_of
+from ._tasks import (
+    VIDEO_TO_VIDEO,
+    class_for_task,
+    reads_pictures_with_the_prompt,
+    starts_from_a_clip,
+    takes_many,
+    task_of,
+)
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -58,7 +66,8 @@ def encode_images(
 
     images: one picture; or several: references for a pipeline that reads them together, the first and the last frame
     for one that takes a `last_image`, or, for one that starts from a picture, each a start of its own, and `denoise`
-    makes a picture from each for each prompt (they must be of one size, or be given one). mask: white (255) where to
+    makes a picture from each for each prompt (they must be of one size, or be given one). For a model that makes videos
+    and can start from one they are the frames of a clip. mask: white (255) where to
     repaint. height, width: of the result, in pixels; left out it is the picture's, rounded down to what the model can
     do, or the pipeline's default where the picture is only looked at or set in motion. task: see `Handle.for_task`;
     left out, the mask and the model decide. pipeline_kwargs: of the pipeline's own call that bear on the picture
@@ -80,19 +89,18 @@ def encode_images(
 def images_from_samples(handle: Handle, samples: torch.Tensor, mask: Image | None = None) -> Images:
     """A bare ComfyUI LATENT (unscaled VAE output, as core's VAE Encode makes it) to start from, for this model.
 
-    samples: (B, C, h, w) or (B, C, 1, h, w), each of the B a start of its own as in `encode_images`. mask: white (255)
-    where to repaint. The VAE isn't loaded: where the pipeline encodes its picture, it is answered with `samples`. So
-    the result is that of the picture they were made of, where the pipeline takes the mode of the encoding and doesn't
-    draw from it.
+    samples: (B, C, h, w) or (B, C, 1, h, w), each of the B a start of its own as in `encode_images`; or a clip of T
+    latent frames, (1, C, T, h, w). mask: white (255) where to repaint. The VAE isn't loaded: where the pipeline encodes
+    its picture, it is answered with `samples`. So the result is that of the picture they were made of, where the
+    pipeline takes the mode of the encoding and doesn't draw from it.
 
-    Raises InputError if the model has no pipeline that starts from a picture, or one that must see the picture.
+    Raises InputError if the model has no pipeline that starts from a picture or a clip, or one that must see it.
     """
-    if samples.ndim == 5 and samples.shape[2] != 1:
-        raise InputError(
-            f"This latent holds {samples.shape[2]} frames of a video, and Denoise starts from pictures only. Give a "
-            "picture to Encode Image."
-        )
-    handle, source, call = images_question(handle, [_white((8, 8))] * samples.shape[0], mask, None, {})
+    clip = is_clip(samples)
+    if clip:
+        check_clip(handle.source(), samples)
+    task = VIDEO_TO_VIDEO if clip else None
+    handle, source, call = images_question(handle, [_white((8, 8))] * samples.shape[0], mask, task, {})
     records = Records()
     ports = image_ports(source, records, handle.device_here())
     ignores = mask is not None and not _looks_at_masked(source)
@@ -101,8 +109,9 @@ def images_from_samples(handle: Handle, samples: torch.Tensor, mask: Image | Non
     with OpenPhase(handle, source, "images", Session(), ports, set()) as phase:
         vae: Any = phase.modules[_vae_name(source)]
         size = _pixels(phase, Layout.of(vae), samples)
-        whites = [_white(size)] * samples.shape[0]
-        call = with_size(phase, source, {**call, "image": whites if len(whites) > 1 else whites[0]}, *size)
+        whites = [_white(size)] * (frames_of(phase.pipeline, samples) if clip else samples.shape[0])
+        shown = {"video": whites} if clip else {"image": whites if len(whites) > 1 else whites[0]}
+        call = with_size(phase, source, {**call, **shown}, *size)
         kept = run_images(phase, source, call)
         plain = records.settle()
     return Images(handle.pipeline, encoders_mark(handle, source, plain), kept, plain)
@@ -188,7 +197,7 @@ def images_question(
     pictures = [images] if hasattr(images, "getbands") else list(images)
     if not pictures or not all(hasattr(picture, "getbands") for picture in pictures):
         raise InputError("Encode Image needs a picture, as a PIL image, or a list of them.")
-    task = task or task_of(source or handle.source(), masked=mask is not None)
+    task = task or task_of(source or handle.source(), masked=mask is not None, count=len(pictures))
     if source is None:
         handle = handle.for_task(task)
         source = handle.source()
@@ -202,6 +211,8 @@ def images_question(
 
 def _arguments(source: ModelSource, pictures: Sequence[Any], mask: Any) -> dict[str, Any]:
     """Pictures and mask as arguments of the pipeline's call."""
+    if starts_from_a_clip(source):
+        return {"video": [picture.convert("RGB") for picture in pictures]}
     call: dict[str, Any] = {"image": pictures[0].convert("RGB")}
     if mask is not None:
         call["mask_image"] = mask.convert("L")
@@ -214,7 +225,10 @@ def _arguments(source: ModelSource, pictures: Sequence[Any], mask: Any) -> dict[
         return {**call, "image": [picture.convert("RGB") for picture in pictures], starts: len(pictures)}
     if len(pictures) == 2 and "last_image" in call_parameters(call_class(source)):
         return {**call, "last_image": pictures[1].convert("RGB")}
-    raise InputError(f"{source.pipeline_class} takes one picture at a time and there are {len(pictures)}. Choose one.")
+    clip = " and has no video-to-video" if "num_frames" in call_parameters(call_class(source)) else ""
+    raise InputError(
+        f"{source.pipeline_class} takes one picture at a time{clip} and there are {len(pictures)}. Choose one."
+    )
 
 
 def _starts(source: ModelSource) -> str | None:
@@ -230,7 +244,8 @@ def with_size(
     """`call` with the size of the result. A pipeline that takes no size takes the picture's: it is resized for it."""
     known = call_parameters(call_class(source))
     starts_here = "strength" in known or "mask_image" in known
-    pictures = call["image"] if isinstance(call["image"], list) else [call["image"]]
+    call = whole_clip(phase, call)
+    pictures = given_pictures(call)
     first = pictures[0]
     if starts_here and height is None and len({picture.size for picture in pictures}) > 1:
         raise InputError("The pictures to start from differ in size. Give height and width, or pictures of one size.")

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ..errors import InputError, RecordError
+from ._clips import given_pictures
 from ._layout import Layout
 from ._plain import Plain, from_plain, raw_bytes, to_plain
 
@@ -56,8 +57,8 @@ class Images:
     """Pictures for a pipeline to start from or to look at, and what its VAE made of them. CPU tensors only.
 
     pipeline: the class that takes them. encoders: fingerprint of the VAE (and picture encoder) that saw them. call: the
-    arguments they are (image, mask_image, height, width, ...), used by denoise as defaults. records: answers by content
-    of the question. notes: sentences worth knowing.
+    arguments they are (image or video, mask_image, height, width, ...), used by denoise as defaults. records: answers
+    by content of the question. notes: sentences worth knowing.
     """
 
     pipeline: str
@@ -68,11 +69,10 @@ class Images:
 
     @property
     def pictures(self) -> list[Any]:
-        """The pictures, as PIL images, in order."""
+        """The pictures, or the frames of a clip, as PIL images, in order."""
         call = from_plain(self.call, torch.device("cpu"))
-        image = call["image"]
         last = [call["last_image"]] if "last_image" in call else []
-        return [*(image if isinstance(image, list) else [image]), *last]
+        return [*given_pictures(call), *last]
 
     @property
     def starts(self) -> int:
@@ -97,7 +97,7 @@ class Images:
     def load(cls, path: str | os.PathLike[str]) -> Images:
         """Raises RecordError, naming the field, for a file that isn't whole or doesn't hold encoded pictures."""
         images = cls(**_read_answers(path, "images"))
-        if not any(name == "image" for name, _ in images.call.structure.get("dict", [])):
+        if not any(name in ("image", "video") for name, _ in images.call.structure.get("dict", [])):
             raise RecordError(f"The field call of {Path(path).name} holds no picture. Save it again.")
         return images
 
