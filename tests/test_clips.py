@@ -20,7 +20,7 @@ from staging import one_shot, tiny_model
 TWINS: dict[str, Any] = {"wan21": WanVideoToVideoPipeline, "cogvideox": CogVideoXVideoToVideoPipeline}
 VAES: dict[str, Any] = {"wan21": AutoencoderKLWan, "cogvideox": AutoencoderKLCogVideoX}
 CLIP = [picture(f"frame {number}") for number in range(9)]
-LENGTHS = {"wan21": 5, "cogvideox": 9}  # frames
+LENGTHS = {"wan21": 5, "cogvideox": 9}  # that come back as many
 SIZE = {"height": 48, "width": 64}
 TEXTS = {"prompt": "a red fox", "negative_prompt": "rain"}
 CALL = {"num_inference_steps": 4, "strength": 0.5, "guidance_scale": 3.0}
@@ -130,7 +130,7 @@ def test_a_latent_of_several_frames_that_a_model_cannot_start_from_is_a_sentence
 
 def test_what_a_clip_cannot_be_is_a_sentence() -> None:
     model = handle("wan21")
-    with pytest.raises(InputError, match="no video-to-video and there are 3. Choose one"):
+    with pytest.raises(InputError, match="there are 3, and it has no video-to-video. Choose one"):
         po.encode_images(handle("wan22_5b"), CLIP[:3])
     with pytest.raises(InputError, match="WanVideoToVideoPipeline takes no mask"):
         po.encode_images(model, CLIP[:5], mask=CLIP[0].convert("L"))

@@ -88,6 +88,25 @@ def test_a_latent_of_core_s_vae_encode_starts_a_denoise_and_its_noise_mask_repai
         call(runner, "PhaseOffloadDenoise", model=model, embeds=embeds, images=images, **{**job, "width": 64})
 
 
+def test_a_batch_of_frames_and_a_latent_of_several_are_a_clip_for_a_video_model(runner: GraphRunner) -> None:
+    model = offload_core.load(tiny_model("wan21"), device="cpu")
+    clip = [picture(f"frame {number}") for number in range(5)]
+    embeds = offload_core.encode(model, "a red fox")
+    (images,) = call(
+        runner, "PhaseOffloadEncodeImage", model=model, image=torch.cat([picture_as_image(each) for each in clip])
+    )
+    job = {"embeds": embeds, "seed": 1, "steps": 4, "guidance": 1.0, "width": 0, "height": 0, "batch": 1}
+    made = call(runner, "PhaseOffloadDenoise", model=model, images=images, strength=0.5, **job)[0]
+    options = {"seed": 1, "num_inference_steps": 4, "guidance_scale": 1.0, "strength": 0.5}
+    expected = offload_core.denoise(model, embeds, images=offload_core.encode_images(model, clip), **options)
+    assert torch.equal(made["samples"], expected.samples)
+    again = call(runner, "PhaseOffloadDenoise", model=model, latent=made, strength=0.5, **job)[0]["samples"]
+    images = offload_core.images_from_samples(model, made["samples"])
+    assert torch.equal(again, offload_core.denoise(model, embeds, images=images, **options).samples)
+    with pytest.raises(InputError, match="makes one video of a clip"):
+        call(runner, "PhaseOffloadDenoise", model=model, images=images, **job | {"batch": 2})
+
+
 def test_plan_preview_plans_the_picture_the_strength_and_the_scheduler_of_a_job(
     runner: GraphRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -51,8 +51,8 @@ SCHEMA = NodeSchema(
         Input(
             "latent",
             "LATENT",
-            "A latent picture to start from, such as VAE Encode makes; its noise mask says where to repaint. In place "
-            "of images.",
+            "A latent picture or clip to start from, such as VAE Encode makes; its noise mask says where to repaint. "
+            "In place of images.",
             optional=True,
         ),
         STRENGTH,

@@ -27,8 +27,8 @@ SCHEMA = NodeSchema(
         Input(
             "image",
             "IMAGE",
-            "The picture. Several in a batch are references, for models that read more than one; elsewhere each is a "
-            "start of its own.",
+            "The picture. Several in a batch are references, for models that read more than one, or a clip, for video "
+            "models that start from one; elsewhere each is a start of its own.",
         ),
         Input(
             "mask",
@@ -82,6 +82,7 @@ SCHEMA = NodeSchema(
         "edit",
         "kontext",
         "image to video",
+        "video to video",
         "offload",
     ),
 )

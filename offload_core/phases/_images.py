@@ -225,9 +225,9 @@ def _arguments(source: ModelSource, pictures: Sequence[Any], mask: Any) -> dict[
         return {**call, "image": [picture.convert("RGB") for picture in pictures], starts: len(pictures)}
     if len(pictures) == 2 and "last_image" in call_parameters(call_class(source)):
         return {**call, "last_image": pictures[1].convert("RGB")}
-    clip = " and has no video-to-video" if "num_frames" in call_parameters(call_class(source)) else ""
+    clip = ", and it has no video-to-video" if "num_frames" in call_parameters(call_class(source)) else ""
     raise InputError(
-        f"{source.pipeline_class} takes one picture at a time{clip} and there are {len(pictures)}. Choose one."
+        f"{source.pipeline_class} takes one picture at a time and there are {len(pictures)}{clip}. Choose one."
     )
 
 
