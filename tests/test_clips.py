@@ -86,6 +86,7 @@ def test_a_latent_is_taken_as_it_is_where_the_pipeline_would_draw_from_the_encod
     assert torch.equal(frames(model, latents), torch.as_tensor(expected).float())
 
 
+@pytest.mark.slow
 def test_latents_of_a_video_model_start_another_pass() -> None:
     model = handle("wan21")
     first = po.denoise(model, embeds("wan21"), num_frames=5, num_inference_steps=2, **SIZE)
@@ -103,6 +104,7 @@ def test_frames_that_the_model_would_leave_out_are_left_out_with_a_note() -> Non
     assert torch.equal(*made)
 
 
+@pytest.mark.slow
 def test_a_saved_clip_is_the_start_that_it_was(tmp_path: Path) -> None:
     model = handle("wan21")
     images = po.encode_images(model, CLIP[:5])
