@@ -31,7 +31,7 @@ their pictures look like, it doesn't say.
 |---|---|
 | staged = one run | encode, denoise and decode one after another give the bits of the whole pipeline |
 | streamed at 40 % | so they do with the denoiser in a budget of 40 % of its weights, the rest streamed |
-| plan \u2265 measured | in 1.3 times the smallest budget no phase takes more than planned (activations: counted apart) |
+| plan \u2265 measured | in 1.3 times the least budget no phase takes more than planned (activations: counted apart) |
 | LoRA | a LoRA on the denoiser changes the result, to the bits of diffusers' `load_lora_weights` |
 | cancel | an interrupt in the middle of each phase gives every byte back, and the next run has the same bits |
 """
