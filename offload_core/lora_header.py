@@ -14,19 +14,22 @@ from pathlib import Path
 
 from .checkpoint import Header, read_header, show
 from .errors import ModelError
+from .lycoris import changed_shape, factors_by_layer, kind_of, missing_factors
 
 
 @dataclass(frozen=True)
 class LoraHeader:
     """dialect: how its weights are named. family: which models it seems to be for, empty if the names don't say.
 
-    layers: how many layers it changes by a pair of matrices. encodes: whether it changes text encoders.
+    layers: how many layers it changes. encodes: whether it changes text encoders. factored: how many of the layers are
+    changed by a LoHa or LoKr and not by a pair of matrices.
     """
 
     dialect: str
     family: str
     layers: int
     encodes: bool
+    factored: int = 0
 
 
 # How the two matrices of a layer end in each spelling: (down, up, dialect). `down` is (rank, in, ...), `up` is
@@ -40,11 +43,8 @@ _PAIRS: tuple[tuple[str, str, str], ...] = (
     (".lora_linear_layer.down.weight", ".lora_linear_layer.up.weight", "older diffusers"),
 )
 
-# Weights of LyCORIS (https://github.com/KohakuBlueleaf/LyCORIS) and kin that are no pair of matrices: (ending, what).
+# Weights of LyCORIS (https://github.com/KohakuBlueleaf/LyCORIS) and kin that phases can't apply: (ending, what).
 _OTHER_KINDS: tuple[tuple[str, str], ...] = (
-    (".hada_w1_a", "LoHa"),
-    (".lokr_w1", "LoKr"),
-    (".lokr_w1_a", "LoKr"),
     (".oft_blocks", "OFT"),
     (".oft_diag", "OFT"),
     (".diff", "full differences of weights"),
@@ -85,17 +85,24 @@ def read_lora_header(file: Path) -> LoraHeader:
                 pairs[name] = (name.removesuffix(down_end) + up_end, dialect)
             elif name.endswith(up_end):
                 pairs[name.removesuffix(up_end) + down_end] = (name, dialect)
-    if not pairs:
+    factors = factors_by_layer(header.tensors)
+    if not pairs and not factors:
         _check_kind(file, header)
     for down, (up, _) in pairs.items():
         _check_pair(file, header, down, up)
+    for layer, names in factors.items():
+        _check_factors(file, header, layer, names)
     _check_alphas(file, header)
-    dialects = Counter(dialect for _, dialect in pairs.values())
+    dialects = Counter(dialect for _, dialect in pairs.values()) + Counter(map(kind_of, factors.values()))
     dialect = dialects.most_common(1)[0][0] if dialects else "unknown"
-    if dialect != "unknown" and any(name.startswith("diffusion_model.") for name in header.tensors):
+    if dialect not in ("unknown", "LoHa", "LoKr") and any(
+        name.startswith("diffusion_model.") for name in header.tensors
+    ):
         dialect = "ComfyUI"
     encodes = any(name.startswith(("text_encoder", "lora_te")) for name in header.tensors)
-    return LoraHeader(dialect, _family(header, pairs), len(pairs), encodes)
+    widths = {down: header.tensors[down].shape[1] for down in pairs} | _widths(header, factors)
+    family = _family(widths)
+    return LoraHeader(dialect, family, len(pairs) + len(factors), encodes, len(factors))
 
 
 def _check_kind(file: Path, header: Header) -> None:
@@ -130,6 +137,25 @@ def _check_pair(file: Path, header: Header, down: str, up: str) -> None:
         )
 
 
+def _check_factors(file: Path, header: Header, layer: str, names: dict[str, str]) -> None:
+    """LoHa or LoKr of a layer: all of its factors, of sizes that can be multiplied."""
+    factors = names.keys() - {"alpha", "dora_scale"}
+    if missing := missing_factors(factors):
+        raise ModelError(
+            f"The LoRA {file.name} has {show(names[min(factors)])} without {show(f'{layer}.{missing[0]}')}: it was cut "
+            "or saved in part. Download it again."
+        )
+    if "dora_scale" in names:
+        raise ModelError(
+            f"The LoRA {file.name} holds {kind_of(factors)} with DoRA ({show(names['dora_scale'])}), which phases "
+            "don't apply. Use one without DoRA."
+        )
+    try:
+        changed_shape({what: header.tensors[names[what]].shape for what in factors})
+    except ValueError as error:
+        raise ModelError(f"The LoRA {file.name} is damaged at {show(layer)}: {error}. Download it again.") from error
+
+
 def _check_alphas(file: Path, header: Header) -> None:
     """A NaN would spread to every weight of its layer, and the picture would be black."""
     from safetensors import safe_open
@@ -146,13 +172,21 @@ def _check_alphas(file: Path, header: Header) -> None:
                 )
 
 
-def _family(header: Header, pairs: dict[str, tuple[str, str]]) -> str:
+def _widths(header: Header, factors: dict[str, dict[str, str]]) -> dict[str, int]:
+    """How many inputs each layer of LoHa or LoKr has."""
+    shapes = {
+        layer: {what: header.tensors[name].shape for what, name in names.items()} for layer, names in factors.items()
+    }
+    return {layer: changed_shape(of)[1] for layer, of in shapes.items()}
+
+
+def _family(widths_by_name: dict[str, int]) -> str:
     widths = {
-        header.tensors[down].shape[1] for down in pairs if _TEXT_TO_UNET.search(down.replace(".", "_"))
+        width for name, width in widths_by_name.items() if _TEXT_TO_UNET.search(name.replace(".", "_"))
     } & _UNETS.keys()
     if widths:
         return _UNETS[widths.pop()]
-    names = [down.replace(".", "_") for down in pairs]
+    names = [name.replace(".", "_") for name in widths_by_name]
     for mark, family in _FAMILIES:
         if any(mark in name for name in names):
             return family

@@ -30,6 +30,11 @@ def kohya(layer: str, width: int = 8) -> dict[str, tuple]:
     return pair(layer, ".lora_down.weight", ".lora_up.weight", width)
 
 
+def loha(layer: str, width: int = 8) -> dict[str, tuple]:
+    sides = {f"{layer}.hada_w{i}_a": (8, 2) for i in (1, 2)}
+    return sides | {f"{layer}.hada_w{i}_b": (2, width) for i in (1, 2)}
+
+
 @pytest.mark.parametrize(
     ("shapes", "dialect", "family"),
     [
@@ -44,6 +49,9 @@ def kohya(layer: str, width: int = 8) -> dict[str, tuple]:
         (kohya("diffusion_model.joint_blocks.0.x_block.attn.qkv"), "ComfyUI", "Stable Diffusion 3"),
         (pair("transformer.transformer_blocks.0.img_mlp.net.0.proj"), "PEFT", "Qwen-Image"),
         (pair("diffusion_model.noise_refiner.0.attention.to_q"), "ComfyUI", "Z-Image or Lumina 2"),
+        (loha(KOHYA, width=768), "LoHa", "Stable Diffusion 1.5"),
+        ({f"{KOHYA}.lokr_w1": (2, 2), f"{KOHYA}.lokr_w2": (4, 1024)}, "LoKr", "SDXL"),
+        (loha("diffusion_model.double_blocks.0.img_mlp.0"), "LoHa", "FLUX, Chroma or HunyuanVideo"),
         (pair("transformer.somewhere.else"), "PEFT", ""),
     ],
 )
@@ -61,8 +69,15 @@ def test_a_header_says_the_dialect_and_the_family(
         ({"a.lora_A.weight": (2, 8)}, "'a.lora_A.weight' without its partner 'a.lora_B.weight'"),
         ({"a.lora_A.weight": (2, 8), "a.lora_B.weight": (8, 4)}, "has rank 2 and 'a.lora_B.weight' has rank 4"),
         ({"a.lora_A.weight": (2,), "a.lora_B.weight": (8, 2)}, "is no matrix"),
-        ({"lora_unet_a.hada_w1_a": (8, 2), "lora_unet_a.hada_w1_b": (2, 8)}, "holds LoHa, which phases don't apply"),
-        ({"lycoris_a.lokr_w1": (2, 2), "lycoris_a.lokr_w2": (4, 4)}, "holds LoKr, which phases don't apply"),
+        ({"lora_unet_a.hada_w1_a": (8, 2), "lora_unet_a.hada_w1_b": (2, 8)}, "without 'lora_unet_a.hada_w2_a'"),
+        (loha("a") | {"a.hada_t1": (2, 2, 3, 3)}, "without 'a.hada_t2'"),
+        (loha("a") | {"a.hada_w2_b": (3, 8)}, "'a': hada_w2_a has rank 2 and hada_w2_b has rank 3"),
+        (loha("a") | {"a.hada_w2_b": (2, 9)}, r"products of a LoHa have the shapes \(8, 8\) and \(8, 9\)"),
+        ({"a.lokr_w1": (2, 2)}, "'a.lokr_w1' without 'a.lokr_w2'"),
+        ({"a.lokr_w1": (2, 2), "a.lokr_w2_b": (2, 4)}, "without 'a.lokr_w2_a'"),
+        ({"a.lokr_w1": (2,), "a.lokr_w2": (4, 4)}, "lokr_w1 is no matrix"),
+        (loha("a") | {"a.dora_scale": (8, 1)}, "holds LoHa with DoRA"),
+        ({"lora_unet_a.oft_blocks": (2, 4, 4)}, "holds OFT, which phases don't apply"),
         ({"diffusion_model.a.diff": (8, 8)}, "full differences of weights, which phases don't apply"),
         ({"model.diffusion_model.a.weight": (8, 8)}, "holds no LoRA weights"),
     ],

@@ -185,6 +185,20 @@ def test_lora_on_packed_weights_gives_the_picture_of_the_twin_with_it(tmp_path: 
     assert not torch.equal(expected, run(packed, "flux")[0])
 
 
+def test_differences_on_packed_weights_give_the_picture_of_the_twin_with_them(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    sides = {f"lokr_w{i}": torch.randn(size, size, generator=generator) * 0.1 for i, size in ((1, 4), (2, 8))}
+    layers = [f"lycoris_transformer_blocks_{i}_attn_to_{part}" for i in range(2) for part in "qv"]
+    lora = tmp_path / "lokr.safetensors"
+    save_file({f"{layer}.{side}": tensor.clone() for layer in layers for side, tensor in sides.items()}, lora)
+    packed, meant = packed_files("flux", tmp_path)
+    expected, _ = run(meant, "flux", loras=[(lora, 0.7)])
+    found, session = run(packed, "flux", replace(TIGHT, device_memory="170kB"), loras=[(lora, 0.7)])
+    assert torch.equal(found, expected)
+    assert session.report.phases[1].streamed_bytes > 0
+    assert not torch.equal(expected, run(packed, "flux")[0])
+
+
 def test_warm_copies_are_of_packed_bytes_and_spare_reading_the_files(tmp_path: Path) -> None:
     packed, _ = packed_files("flux", tmp_path)
     session, handle = po.Session(), po.load(packed, device="cpu", settings=po.OffloadSettings(warm=True))

@@ -15,9 +15,12 @@ from ..devices import is_out_of_memory
 from ..errors import ColdWeightError, InputError, ModelError, TraceError
 from ..lora_header import read_lora_header
 from ._cold import make_added_cold
+from ._differences import Difference, find_differences, split_factors, wear_differences
 from ._ports import attach_gate
 
 if TYPE_CHECKING:
+    import torch
+
     from ._scope import Phase
 
 
@@ -26,7 +29,8 @@ class Lora:
     """A LoRA file and its strength (1.0 is as trained).
 
     fingerprint: of the file's content. encodes: whether it changes text encoders, so that embeddings depend on it.
-    family: which models it seems to be for by its names, empty if they don't say.
+    family: which models it seems to be for by its names, empty if they don't say. factored: whether it has layers of
+    LoHa or LoKr.
     """
 
     path: str = field(repr=False)
@@ -34,6 +38,7 @@ class Lora:
     fingerprint: str = field(repr=False)
     encodes: bool = field(repr=False)
     family: str = field(default="", repr=False)
+    factored: bool = field(default=False, repr=False)
 
     def file(self) -> Path:
         """The file, unless it changed since the handle was made (ModelError)."""
@@ -72,26 +77,40 @@ def _as_lora(item: Any) -> Lora:
     if file.suffix != ".safetensors":
         raise ModelError(f"The LoRA {file.name} isn't a safetensors file; pickled weights aren't loaded. Convert it.")
     header = read_lora_header(file)
-    return Lora(str(file.resolve()), float(scale), content_mark(file), header.encodes, header.family)
+    mark = content_mark(file)
+    return Lora(str(file.resolve()), float(scale), mark, header.encodes, header.family, bool(header.factored))
 
 
 @dataclass(frozen=True)
 class _Weights:
-    """A LoRA as diffusers reads it: weights by component, strengths that its format stores apart, and metadata."""
+    """A LoRA as diffusers reads it: weights by component, strengths that its format stores apart, and metadata.
+
+    differences: what it holds beside pairs of matrices. lost: layers in the file that the model doesn't have.
+    """
 
     adapter: str
     lora: Lora
     state: dict[str, Any]
     alphas: dict[str, Any] | None
     metadata: dict[str, Any] | None
+    differences: tuple[Difference, ...] = ()
+    lost: tuple[str, ...] = ()
 
     def touches(self, component: str) -> bool:
+        return self.pairs(component) or any(True for _ in self.differences_of(component))
+
+    def pairs(self, component: str) -> bool:
+        """Whether it has weights of a plain LoRA for a component."""
         return any(key.startswith(f"{component}.") for key in self.state)
+
+    def differences_of(self, component: str) -> Iterator[Difference]:
+        return (one for one in self.differences if one.place.component == component)
 
     def elements(self, component: str) -> int:
         """Numbers in the adapters that it makes in a component."""
         mine = (key for key in self.state if key.startswith(f"{component}.") and not key.endswith("alpha"))
-        return sum(self.state[key].numel() for key in mine if "lora" in key.removeprefix(component))
+        pairs = sum(self.state[key].numel() for key in mine if "lora" in key.removeprefix(component))
+        return pairs + sum(one.elements for one in self.differences_of(component))
 
 
 @dataclass(frozen=True)
@@ -160,7 +179,7 @@ def _changes(phase: Phase, owned: set[str]) -> dict[str, _Change]:
     cls = type(phase.pipeline)
     if not hasattr(cls, "lora_state_dict"):
         raise InputError(f"{cls.__name__} can't load LoRAs. Load the model without them.")
-    loras = [_read(phase.pipeline, f"phase_offload_{i}", lora) for i, lora in enumerate(phase.handle.loras)]
+    loras = [_read(phase, f"phase_offload_{i}", lora) for i, lora in enumerate(phase.handle.loras)]
     for weights in loras:
         if not any(weights.touches(name) for name in phase.components):
             raise ModelError(
@@ -172,8 +191,8 @@ def _changes(phase: Phase, owned: set[str]) -> dict[str, _Change]:
     for name in owned & phase.components.keys():
         mine = [weights for weights in loras if weights.touches(name)]
         if mine:
-            apply = _apply_to_encoder if _is_encoder(phase.components[name].module) else _apply
-            changes[name] = _Change(functools.partial(apply, cls, name, mine), sum(w.elements(name) for w in mine))
+            apply = functools.partial(_apply, cls, name, mine, phase.components[name].dtype)
+            changes[name] = _Change(apply, sum(w.elements(name) for w in mine))
     return changes
 
 
@@ -183,7 +202,7 @@ def _unused_note(weights: _Weights, phase: Phase, owned: set[str]) -> str:
     Weights for a component that the model lacks are told by the phase of the denoiser.
     """
     layers = {name: {path for path, _ in phase.components[name].module.named_modules()} for name in owned}
-    unused = []
+    unused = list(weights.lost) if phase.name == "denoise" else []
     for key in weights.state:
         component, _, path = key.partition(".")
         layer, is_pair, _ = path.partition(".lora_")
@@ -196,26 +215,64 @@ def _unused_note(weights: _Weights, phase: Phase, owned: set[str]) -> str:
         return ""
     some = ", ".join(unused[:3]) + (", ..." if len(unused) > 3 else "")
     return (
-        f"The LoRA {Path(weights.lora.path).name} fits this model in part: {len(unused)} of its {len(weights.state)} "
-        f"weights were not used ({some})."
+        f"The LoRA {Path(weights.lora.path).name} fits this model in part: {len(unused)} of its "
+        f"{len(weights.state) + len(weights.differences) + len(weights.lost)} weights were not used ({some})."
     )
 
 
-def _read(pipeline: Any, adapter: str, lora: Lora) -> _Weights:
+def _read(phase: Phase, adapter: str, lora: Lora) -> _Weights:
+    file, pipeline = lora.file(), phase.pipeline
+    if lora.factored:
+        return _read_factored(phase, adapter, lora)
+    return _as_weights(adapter, lora, _converted(pipeline, lora, str(file.parent), weight_name=file.name))
+
+
+def _read_factored(phase: Phase, adapter: str, lora: Lora) -> _Weights:
+    """A file of LoHa or LoKr, perhaps with plain pairs for other layers."""
+    from safetensors.torch import load_file
+
     file = lora.file()
-    options: dict[str, Any] = {"weight_name": file.name, "local_files_only": True, "return_lora_metadata": True}
-    if hasattr(pipeline, "unet"):
-        options["unet_config"] = pipeline.unet.config  # names of blocks in other dialects depend on it
-    try:
-        read = pipeline.lora_state_dict(str(file.parent), **options)
-    except (ValueError, KeyError, IndexError, AttributeError, NotImplementedError) as error:
-        raise ModelError(
-            f"The LoRA {file.name} can't be read as one for {type(pipeline).__name__} ({error}). It is for another "
-            f"kind of model, or in a form that diffusers doesn't know.{lora.seems_to_be_for()}"
-        ) from error
+    state = load_file(file)
+    layers = split_factors(state)
+    modules = {name: component.module for name, component in phase.components.items()}
+    convert = functools.partial(_converted_alone, phase.pipeline)
+    differences, lost = find_differences(layers, modules, convert, file)
+    pairs = _converted(phase.pipeline, lora, state) if state else {}
+    return replace(_as_weights(adapter, lora, pairs), differences=differences, lost=lost)
+
+
+def _as_weights(adapter: str, lora: Lora, read: Any) -> _Weights:
     state, *rest = read if isinstance(read, tuple) else (read,)
     alphas = rest[0] if len(rest) == 2 else None
     return _Weights(adapter, lora, state, alphas, rest[-1] if rest else None)
+
+
+def _converted(pipeline: Any, lora: Lora, weights: str | dict[str, Any], **options: Any) -> Any:
+    try:
+        return _ask_diffusers(pipeline, weights, **options)
+    except (ValueError, KeyError, IndexError, AttributeError, NotImplementedError) as error:
+        raise ModelError(
+            f"The LoRA {Path(lora.path).name} can't be read as one for {type(pipeline).__name__} ({error}). It is for "
+            f"another kind of model, or in a form that diffusers doesn't know.{lora.seems_to_be_for()}"
+        ) from error
+
+
+def _converted_alone(pipeline: Any, weights: dict[str, Any]) -> dict[str, Any]:
+    """Weights of plain LoRAs under the names that peft gives them."""
+    from diffusers.utils.state_dict_utils import convert_unet_state_dict_to_peft
+
+    read = _ask_diffusers(pipeline, weights)
+    state: dict[str, Any] = read[0] if isinstance(read, tuple) else read
+    names = {key: key.replace(".processor.", ".") for key in state}
+    converted: dict[str, Any] = convert_unet_state_dict_to_peft({names[key]: value for key, value in state.items()})
+    return converted
+
+
+def _ask_diffusers(pipeline: Any, weights: str | dict[str, Any], **options: Any) -> Any:
+    options |= {"local_files_only": True, "return_lora_metadata": True}
+    if hasattr(pipeline, "unet"):
+        options["unet_config"] = pipeline.unet.config  # names of blocks in other dialects depend on it
+    return pipeline.lora_state_dict(weights, **options)
 
 
 def _is_encoder(module: Any) -> bool:
@@ -224,7 +281,16 @@ def _is_encoder(module: Any) -> bool:
     return isinstance(module, PreTrainedModel)
 
 
-def _apply(cls: Any, name: str, loras: list[_Weights], module: Any) -> None:
+def _apply(cls: Any, name: str, loras: list[_Weights], dtype: torch.dtype, module: Any) -> None:
+    """Pairs first: peft wraps layers of the library's own classes alone."""
+    pairs = [weights for weights in loras if weights.pairs(name)]
+    if pairs:
+        (_apply_to_encoder if _is_encoder(module) else _apply_to_denoiser)(cls, name, pairs, module)
+    for weights in loras:
+        wear_differences(module, weights.differences_of(name), weights.lora.scale, dtype)
+
+
+def _apply_to_denoiser(cls: Any, name: str, loras: list[_Weights], module: Any) -> None:
     if not hasattr(module, "load_lora_adapter"):
         raise InputError(f"The LoRA has weights for {name}, and {type(module).__name__} can't take them.")
     for weights in loras:
