@@ -105,6 +105,14 @@ def read_lora_header(file: Path) -> LoraHeader:
     return LoraHeader(dialect, family, len(pairs) + len(factors), encodes, len(factors))
 
 
+def rank_axis(name: str) -> int | None:
+    """Along which axis of a weight its rank lies; None if it isn't half of a pair."""
+    for down_end, up_end, _ in _PAIRS:
+        if name.endswith((down_end, up_end)):
+            return 0 if name.endswith(down_end) else 1
+    return None
+
+
 def _check_kind(file: Path, header: Header) -> None:
     """A file without any pair of a known spelling: refused, unless its names say LoRA and a converter may know it."""
     kinds = {kind: None for ending, kind in _OTHER_KINDS if any(name.endswith(ending) for name in header.tensors)}

@@ -38,6 +38,7 @@ def test_two_loras_in_phases_equal_the_one_shot_run(name: str, denoiser: str, tm
     assert torch.equal(pictures, expected)
     assert not torch.equal(pictures, plain)
     assert all(phase.leaked_bytes == 0 for phase in session.report.phases)
+    assert not any("not used" in note for phase in session.report.phases for note in phase.notes)
 
 
 def test_a_lora_in_a_full_budget_makes_room_and_gives_the_same_bits(tmp_path: Path) -> None:
@@ -108,6 +109,28 @@ def test_a_lora_for_another_kind_of_model_says_which_it_seems_to_be_for(tmp_path
     handle = po.load(tiny_model("sd15"), device="cpu", loras=[tmp_path / "poster.safetensors"])
     with pytest.raises(po.ModelError, match="poster.safetensors .* seems to be for FLUX, Chroma or HunyuanVideo"):
         po.encode(handle, "a star")
+
+
+@pytest.mark.parametrize(
+    ("name", "good", "dropped"),
+    [
+        ("flux", "lora_unet_double_blocks_0_img_attn_proj", "text_encoders.t5xxl.transformer.encoder.layers.0.q"),
+        ("flux", "lora_unet_double_blocks_0_img_attn_qkv", "other.layer"),
+        ("sdxl", "lora_unet_down_blocks_1_attentions_0_proj_in", "lora_unet_input_blocks_4_0_in_layers_2"),
+    ],
+)
+def test_weights_that_the_converter_drops_are_named(name: str, good: str, dropped: str, tmp_path: Path) -> None:
+    out = 96 if good.endswith("qkv") else 32
+    state = {}
+    for layer, rows in ((good, out), (dropped, 32)):
+        state |= {f"{layer}.lora_down.weight": torch.ones(2, 32), f"{layer}.lora_up.weight": torch.ones(rows, 2)}
+        state[f"{layer}.alpha"] = torch.tensor(1.0)
+    save_file(state, tmp_path / "x.safetensors")
+    handle, session = po.load(tiny_model(name), device="cpu", loras=[tmp_path / "x.safetensors"]), po.Session()
+    po.denoise(handle, po.encode(handle, "a star"), session=session, **job(name, guided=False))
+    (note,) = session.report.phases[0].notes
+    assert "2 of its" in note
+    assert f"({dropped}.lora_down.weight, {dropped}.lora_up.weight)" in note
 
 
 @pytest.mark.parametrize(

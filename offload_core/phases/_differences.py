@@ -157,6 +157,8 @@ def _converted(
     for number, (name, (rows, columns)) in enumerate(sizes.items(), start=1):
         state[name + ends[0]] = torch.full((1, columns), float(number), dtype=torch.float64)
         state[name + ends[1]] = torch.arange(1, rows + 1, dtype=torch.float64)[:, None]
+        if ends[0] == ".lora_down.weight":  # some converters ask for it; with rank 1 nothing is scaled
+            state[f"{name}.alpha"] = torch.ones((), dtype=torch.float64)
     try:
         became = convert(state) if state else {}
     except (ValueError, KeyError, IndexError, AttributeError, AssertionError, NotImplementedError, RuntimeError):

@@ -10,12 +10,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..checkpoint import content_mark
+from ..checkpoint import content_mark, read_header
 from ..devices import is_out_of_memory
 from ..errors import ColdWeightError, InputError, ModelError, TraceError
 from ..lora_header import read_lora_header
 from ._cold import make_added_cold
 from ._differences import Difference, find_differences, split_factors, wear_differences
+from ._dropped import dropped_names
 from ._ports import attach_gate
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ def _as_lora(item: Any) -> Lora:
 class _Weights:
     """A LoRA as diffusers reads it: weights by component, strengths that its format stores apart, and metadata.
 
-    differences: what it holds beside pairs of matrices. lost: layers in the file that the model doesn't have.
+    differences: what it holds beside pairs of matrices. lost: names in the file that came to nothing in the model.
     """
 
     adapter: str
@@ -224,7 +225,9 @@ def _read(phase: Phase, adapter: str, lora: Lora) -> _Weights:
     file, pipeline = lora.file(), phase.pipeline
     if lora.factored:
         return _read_factored(phase, adapter, lora)
-    return _as_weights(adapter, lora, _converted(pipeline, lora, str(file.parent), weight_name=file.name))
+    weights = _as_weights(adapter, lora, _converted(pipeline, lora, str(file.parent), weight_name=file.name))
+    shapes = {name: entry.shape for name, entry in read_header(file).tensors.items()}
+    return replace(weights, lost=dropped_names(shapes, functools.partial(_converted_alone, pipeline)))
 
 
 def _read_factored(phase: Phase, adapter: str, lora: Lora) -> _Weights:
@@ -237,6 +240,7 @@ def _read_factored(phase: Phase, adapter: str, lora: Lora) -> _Weights:
     modules = {name: component.module for name, component in phase.components.items()}
     convert = functools.partial(_converted_alone, phase.pipeline)
     differences, lost = find_differences(layers, modules, convert, file)
+    lost += dropped_names({name: tuple(tensor.shape) for name, tensor in state.items()}, convert) if state else ()
     pairs = _converted(phase.pipeline, lora, state) if state else {}
     return replace(_as_weights(adapter, lora, pairs), differences=differences, lost=lost)
 
