@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 import offload_core as po
 from lora_files import encoder_loras_work, make_lora
+from offload_core.tiny_models.running import align
 from staging import job, staged, tiny_model, words
 
 pytest.importorskip("peft")
@@ -20,6 +21,9 @@ pytest.importorskip("peft")
 def one_shot_with_lora(name: str, files: list[tuple[Path, float]], seed: int, **call: Any) -> torch.Tensor:
     pipeline = DiffusionPipeline.from_pretrained(tiny_model(name))
     pipeline.set_progress_bar_config(disable=True)
+    for component in pipeline.components.values():
+        if isinstance(component, torch.nn.Module):
+            align(component)
     for index, (file, _) in enumerate(files):
         pipeline.load_lora_weights(file.parent, weight_name=file.name, adapter_name=f"phase_offload_{index}")
     pipeline.set_adapters([f"phase_offload_{i}" for i in range(len(files))], [scale for _, scale in files])
