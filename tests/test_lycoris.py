@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ import offload_core as po
 from lora_files import make_lora
 from offload_core.foresight import foresee_denoise
 from offload_core.lycoris import difference, scale_of
+from offload_core.phases._differences import Place, find_differences
+from offload_core.phases._loras import _converted_alone
 from offload_core.plan import Rates
 from offload_core.trace_blocks import _Blocks
 from staging import job, staged, tiny_model, words
@@ -177,13 +180,13 @@ def test_a_plan_knows_what_differences_weigh_and_traces_blocks_that_are_alike_on
     real = _Blocks._traced
     monkeypatch.setattr(_Blocks, "_traced", lambda self, *rest: traced.append(rest) or real(self, *rest))
     monkeypatch.setenv("PHASE_OFFLOAD_CACHE", str(tmp_path / "cache"))
-    layers = {f"lycoris_transformer_blocks_{i}_attn_to_q": loha(32, 32, alpha=i + 1) for i in range(2)}
+    layers = {f"lycoris_transformer_blocks_{i}_attn_to_q": loha(32, 32) for i in range(2)}
     file = written(tmp_path / "x.safetensors", layers)
     handle = po.load(tiny_model("flux"), device="cpu", loras=[(file, 0.7)])
     embeds, session = po.encode(handle, "a star"), po.Session()
     plan = foresee_denoise(handle, embeds, rates=RATES, **job("flux", guided=False)).plan.phases[0]
     assert [component.added_bytes for component in plan.components] == [2 * 4 * 32 * 2 * 4]  # four factors, float32
-    assert len(traced) < 5  # five blocks of two kinds
+    assert len(traced) == 2  # five blocks of two kinds
     po.denoise(handle, embeds, session=session, **job("flux", guided=False))
     assert session.report.phases[0].weight_bytes == plan.weight_bytes
 
@@ -237,3 +240,26 @@ def test_products_of_small_half_numbers_do_not_vanish() -> None:
 def test_the_scale_is_alpha_over_rank_where_there_is_a_rank(layer: Layer, alpha: float | None, scale: float) -> None:
     shapes = {what: tuple(tensor.shape) for what, tensor in layer.items() if what != "alpha"}
     assert scale_of(shapes, alpha) == scale
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "spelt", "first"),
+    [
+        ("flux2_klein", "diffusion_model.double_blocks.0.img_attn.qkv", "transformer_blocks.0.attn.to_q"),
+        ("z_image", "lora_unet_layers_0_attention_qkv", "layers.0.attention.to_q"),
+        ("ideogram4", "diffusion_model.layers.0.attention.qkv", "layers.0.attention.to_q"),
+        ("krea2", "diffusion_model.blocks.0.attn.wq", "transformer_blocks.0.attn.to_q"),
+        ("wan22_5b", "diffusion_model.blocks.0.cross_attn.k", "blocks.0.attn2.to_k"),
+        ("qwen_image", "lora_unet_transformer_blocks_0_attn_to_q", "transformer_blocks.0.attn.to_q"),
+    ],
+)
+def test_other_families_names_of_differences_are_understood(name: str, spelt: str, first: str) -> None:
+    pipeline: Any = DiffusionPipeline.from_pretrained(tiny_model(name))
+    modules = {key: part for key, part in pipeline.components.items() if isinstance(part, torch.nn.Module)}
+    out, width = size(name, "transformer", first)
+    count = 3 if spelt.endswith("qkv") else 1
+    convert = functools.partial(_converted_alone, pipeline)
+    found, lost = find_differences({spelt: loha(count * out, width)}, modules, convert, Path("x.safetensors"))
+    assert (len(found), lost) == (count, ())
+    assert found[0].place == Place("transformer", first, ((0, out),) if count > 1 else ())
