@@ -119,8 +119,13 @@ def test_a_lora_for_another_kind_of_model_says_which_it_seems_to_be_for(tmp_path
     ("name", "good", "dropped"),
     [
         ("flux", "lora_unet_double_blocks_0_img_attn_proj", "text_encoders.t5xxl.transformer.encoder.layers.0.q"),
-        ("flux", "lora_unet_double_blocks_0_img_attn_qkv", "other.layer"),
-        ("sdxl", "lora_unet_down_blocks_1_attentions_0_proj_in", "lora_unet_input_blocks_4_0_in_layers_2"),
+        *(
+            pytest.param(*row, marks=pytest.mark.slow)
+            for row in (
+                ("flux", "lora_unet_double_blocks_0_img_attn_qkv", "other.layer"),
+                ("sdxl", "lora_unet_down_blocks_1_attentions_0_proj_in", "lora_unet_input_blocks_4_0_in_layers_2"),
+            )
+        ),
     ],
 )
 def test_weights_that_the_converter_drops_are_named(name: str, good: str, dropped: str, tmp_path: Path) -> None:

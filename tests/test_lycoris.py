@@ -131,7 +131,7 @@ def layers_of(name: str) -> tuple[dict[str, Layer], dict[tuple[str, str], torch.
     return layers, changes
 
 
-@pytest.mark.parametrize("name", ["sd15", "flux", "sdxl"])
+@pytest.mark.parametrize("name", ["sd15", "flux", pytest.param("sdxl", marks=pytest.mark.slow)])
 def test_differences_equal_a_twin_with_changed_weights(name: str, tmp_path: Path) -> None:
     layers, changes = layers_of(name)
     expected = twin(name, {place: change * 0.7 for place, change in changes.items()})
