@@ -119,13 +119,13 @@ def test_workflow_saved_before_there_were_budgets_opens_and_runs(
     page: Page, workflow: dict[str, Any], faults: list[str], checkout: Checkout, tmp_path: Path
 ) -> None:
     load = node_of_type(workflow, "PhaseOffloadLoad")
-    names = ["device_memory", "host_memory", "warm", "settings"]
+    names = ["device_memory", "host_memory", "warm", "settings", "weight_storage"]
     load["inputs"] = [entry for entry in load["inputs"] if entry["name"] not in names]
     load["widgets_values"], load["size"] = load["widgets_values"][:3], [370, 130]
     node_of_type(workflow, "PhaseOffloadDenoise")["widgets_values"][0] = 7  # else all is cached
     open_workflow(page, workflow)
     screenshot(page, "older-workflow", checkout, tmp_path)
-    assert page.evaluate(LOAD_WIDGETS) == [*load["widgets_values"], "auto", "auto", False]
+    assert page.evaluate(LOAD_WIDGETS) == [*load["widgets_values"], "auto", "auto", False, "as stored"]
     assert press_run(page) == "execution_success"
     assert alerts(page) == []
     assert faults == []

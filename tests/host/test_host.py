@@ -98,7 +98,13 @@ def test_object_info_lists_every_node(server: Server) -> None:
         for kind in ("required", "optional"):
             for name, (_, options) in info[node]["input"].get(kind, {}).items():
                 assert options.get("tooltip"), f"{node}.{name} has no tooltip"
-    assert list(info[LOAD]["input"]["optional"]) == ["device_memory", "host_memory", "warm", "settings"]
+    assert list(info[LOAD]["input"]["optional"]) == [
+        "device_memory",
+        "host_memory",
+        "warm",
+        "settings",
+        "weight_storage",
+    ]
     assert info[LOAD]["output"] == ["PHASE_OFFLOAD_MODEL"]
     assert info[ENCODE]["output"] == ["PHASE_OFFLOAD_EMBEDS"]
     assert info[DENOISE]["output"] == ["LATENT"]
