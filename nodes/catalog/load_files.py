@@ -50,7 +50,8 @@ SCHEMA = NodeSchema(
         Input(
             "family",
             "COMBO",
-            "What kind of model it is. auto: the files tell, except for FLUX.1 Kontext, which looks like FLUX.1 dev.",
+            "What kind of model it is. auto: the files tell, except of those that look like another one: FLUX.1 "
+            "Kontext, Qwen-Image-Edit, Wan 2.1 14B.",
             default="auto",
             options="families",
         ),
