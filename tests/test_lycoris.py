@@ -186,7 +186,7 @@ def test_a_plan_knows_what_differences_weigh_and_traces_blocks_that_are_alike_on
     embeds, session = po.encode(handle, "a star"), po.Session()
     plan = foresee_denoise(handle, embeds, rates=RATES, **job("flux", guided=False)).plan.phases[0]
     assert [component.added_bytes for component in plan.components] == [2 * 4 * 32 * 2 * 4]  # four factors, float32
-    assert len(traced) == 2  # five blocks of two kinds
+    assert len(traced) == 3  # of five blocks: two alike, and three whose first gets its inputs in two pieces
     po.denoise(handle, embeds, session=session, **job("flux", guided=False))
     assert session.report.phases[0].weight_bytes == plan.weight_bytes
 
