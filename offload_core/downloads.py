@@ -47,8 +47,8 @@ class RemoteFile:
 @dataclass(frozen=True)
 class DownloadPlan:
     """What a download would fetch. revision: the commit. asked: what it was found by. into: the folder that it would
-    make, None for the Hub's cache.
-    left_out: weights of other formats and variants, which aren't needed. free_bytes: of the disk it would go to."""
+    make, None for the Hub's cache. left_out: weights of other formats and variants, which aren't needed. free_bytes: of
+    the disk it would go to."""
 
     model_id: str
     revision: str
@@ -86,6 +86,14 @@ class DownloadPlan:
         return f"{what}{here}. To fetch: {human_bytes(self.missing_bytes)}, into {place}."
 
 
+def checked_id(text: str) -> str:
+    """The id of a model on the Hub that `text` is. Raises ModelError for anything else."""
+    if not _ID.fullmatch(text.strip()) or ".." in text:
+        what = f"{show(text)} is no Hub id. An id is OWNER/NAME, as in the address of the model's page"
+        raise ModelError(f"{what}; a single file is fetched from there, by hand.")
+    return text.strip()
+
+
 def plan_download(
     model_id: str,
     *,
@@ -100,10 +108,7 @@ def plan_download(
     into: a folder to be made for the model, which mustn't be there yet; None for the Hub's cache. endpoint: of another
     Hub. Raises ModelError, a sentence: not an id, not there, gated, offline, no diffusers model, pickles only.
     """
-    if not _ID.fullmatch(model_id.strip()) or ".." in model_id:
-        what = f"{show(model_id)} is no Hub id. An id is OWNER/NAME, as in the address of the model's page"
-        raise ModelError(f"{what}; a single file is fetched from there, by hand.")
-    model_id = model_id.strip()
+    model_id = checked_id(model_id)
     if into is not None and into.exists():
         raise ModelError(
             f"There is a {into.name} in {into.parent.name or '.'} already. Choose another name, or remove it."

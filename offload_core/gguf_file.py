@@ -32,6 +32,7 @@ _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 _KEPT_CHARACTERS = 1000  # of a value in the metadata; templates and vocabularies are longer
 _SHAPE = "comfy.gguf.orig_shape."  # of a tensor that has more dimensions than GGUF holds
 _CHUNK_ELEMENTS = 1 << 20
+_READ_BYTES = 1 << 18
 _MAX_NESTED = 4  # arrays within arrays; no known file has any
 _AGAIN = "Download it again."
 
@@ -50,16 +51,13 @@ def read_gguf_header(path: str | os.PathLike[str]) -> Header:
             status = os.fstat(file.fileno())
             reader = _Reader(file, path, status.st_size)
             metadata, infos = _parse(reader)
-            end = file.tell()
-            file.seek(0)
-            digest = hashlib.sha256(file.read(end)).hexdigest()
     except OSError as error:
         reason = error.strerror or str(error)
         raise _error(path, f"can't be read ({reason})", "Check its name, its permissions and the drive.") from None
     alignment = metadata.get("general.alignment", 32)
     if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
         raise _damaged(path, f"its alignment is {show(alignment)}")
-    start = -(-end // alignment) * alignment
+    start = -(-len(reader.taken) // alignment) * alignment
     entries = sorted(
         ((name, _entry(path, name, *info, metadata, status.st_size - start)) for name, info in infos.items()),
         key=lambda item: item[1].begin,
@@ -70,6 +68,7 @@ def read_gguf_header(path: str | os.PathLike[str]) -> Header:
             raise _damaged(path, f"{show(name)} overlaps another tensor")
         last = entry.end
     words = {name: str(value) for name, value in metadata.items()}
+    digest = hashlib.sha256(reader.taken).hexdigest()
     return Header(dict(entries), words, start, status.st_size, digest, status.st_mtime_ns)
 
 
@@ -97,23 +96,22 @@ def unpack_blocks(kind: str, data: torch.Tensor, table: torch.Tensor) -> None:
 
 
 class _Reader:
-    """Takes values off the front of a file, and never more than the file or the limit of a header has."""
+    """Takes values off the front of a file, and never more than the file or the limit of a header has. taken: all of it
+    so far."""
 
     def __init__(self, file: BinaryIO, path: Path, file_bytes: int) -> None:
-        self.file, self.path, self.left = file, path, min(file_bytes, MAX_HEADER_BYTES)
-        self.file_bytes = file_bytes
+        self.path, self.file_bytes = path, file_bytes
+        self._file, self._read, self._place = file, bytearray(), 0
+
+    @property
+    def taken(self) -> memoryview:
+        return memoryview(self._read)[: self._place]
 
     def take(self, count: int) -> bytes:
-        if count > self.left:
-            whole = self.left < self.file_bytes and self.file_bytes >= MAX_HEADER_BYTES
-            if whole:
-                raise _damaged(self.path, f"it goes on for more than {MAX_HEADER_BYTES:,} bytes")
-            raise _error(self.path, "is cut short: its header goes on behind its end", _AGAIN)
-        self.left -= count
-        data = self.file.read(count)
-        if len(data) != count:
-            raise _error(self.path, "ended while it was read", "Is it still being written?")
-        return data
+        """The next bytes."""
+        self._need(count)
+        self._place += count
+        return bytes(self._read[self._place - count : self._place])
 
     def number(self, code: str) -> Any:
         return struct.unpack("<" + code, self.take(struct.calcsize("<" + code)))[0]
@@ -140,11 +138,36 @@ class _Reader:
         if element in _NUMBERS:
             data = self.take(count * struct.calcsize("<" + _NUMBERS[element]))
             return list(struct.unpack(f"<{count}{_NUMBERS[element]}", data)) if count <= MAX_DIMENSIONS else None
-        if count > self.left:
-            raise _error(self.path, "is cut short: its header goes on behind its end", _AGAIN)
-        for _ in range(count):
-            self.value(element, depth + 1)
+        self._need(count)  # each element takes more than a byte
+        if element == _STRING:
+            self._pass_strings(count)
+        else:
+            for _ in range(count):
+                self.value(element, depth + 1)
         return None
+
+    def _pass_strings(self, count: int) -> None:
+        """A tokenizer has hundreds of thousands of words; nothing is made of them."""
+        place, length = self._place, struct.Struct("<Q")
+        for _ in range(count):
+            if place + length.size > len(self._read):
+                self._need(place + length.size - self._place)
+            place += length.size + length.unpack_from(self._read, place)[0]
+        self._need(place - self._place)
+        self._place = place
+
+    def _need(self, count: int) -> None:
+        """Makes sure that so many more bytes were read. Raises ModelError if there can't be so many."""
+        end = self._place + count
+        if end > self.file_bytes:
+            raise _error(self.path, "is cut short: its header goes on behind its end", _AGAIN)
+        if end > MAX_HEADER_BYTES:
+            raise _damaged(self.path, f"it goes on for more than {MAX_HEADER_BYTES:,} bytes")
+        while end > len(self._read):
+            part = self._file.read(max(end - len(self._read), _READ_BYTES))
+            if not part:
+                raise _error(self.path, "ended while it was read", "Is it still being written?")
+            self._read += part
 
 
 def _parse(reader: _Reader) -> tuple[dict[str, Any], dict[str, tuple[tuple[int, ...], int, int]]]:
@@ -152,7 +175,7 @@ def _parse(reader: _Reader) -> tuple[dict[str, Any], dict[str, tuple[tuple[int, 
     path = reader.path
     if reader.file_bytes == 0:
         raise _error(path, "is empty (0 bytes)", _AGAIN)
-    if reader.take(min(4, reader.left)) != MAGIC:
+    if reader.take(min(4, reader.file_bytes)) != MAGIC:
         raise _error(path, "is no GGUF file, although its name ends in .gguf", _AGAIN)
     version = reader.number("I")
     if version not in _VERSIONS:

@@ -3,7 +3,8 @@
 So a weight takes its packed bytes on disk, in RAM, on the link and on the device, and its full size only while one
 operator runs. Everything that a packed row needs is in the row or beside the weight, and goes wherever the weight goes.
 
-Values are worked out in float32 and rounded once, to the dtype that the weight is computed in.
+8-bit floats are worked out in float32 and rounded once, to the dtype that the weight is computed in; blocks of GGUF as
+diffusers works them out.
 """
 
 from __future__ import annotations

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from ..state import PackState
 
 CACHE, FOLDER = "hub cache", "models/diffusers"
-_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 SCHEMA = NodeSchema(
     id="PhaseOffloadDownloadModel",
@@ -92,9 +91,8 @@ def download_model(
 ) -> NodeResult:
     """PhaseOffloadDownloadModel: a handle of the model, and what was or would be fetched, in words."""
     model_id = model_id.strip()
-    folder = _folder(call.state, model_id, place, revision, variant)
-    said = f"{model_id}: on this machine"
-    found = _here(model_id, folder, revision)
+    folder, there = _place(call.state, model_id, place, revision, variant)
+    said, found = f"{model_id}: on this machine", _usable(call.state, there, whole=folder is not None)
     if found is None:
         said, found = _fetched(call, model_id, folder, revision, variant, download)
     call.observer.status(said)
@@ -121,6 +119,8 @@ def _fetched(
     from offload_core.downloads import download, plan_download
 
     plan = plan_download(model_id, revision=revision or None, variant=variant or None, into=folder)
+    if not plan.missing_bytes and folder is None:
+        return f"{model_id}: on this machine", download(plan, session=call.session)
     if not asked:
         return f"{plan.sentence()} Switch download on to fetch it.", None
     if not call.state.defaults.downloads:
@@ -132,32 +132,17 @@ def _fetched(
     return f"{plan.model_id}: fetched {len(plan.files)} files", path
 
 
-def _here(model_id: str, folder: Path | None, revision: str) -> Path | None:
-    """The model's folder, if all of it is on this machine."""
-    from offload_core.model_source import cached_snapshot, resolve_model
+def _place(state: PackState, model_id: str, place: str, revision: str, variant: str) -> tuple[Path | None, Path | None]:
+    """The folder that the model gets, None for the Hub's cache; and where it is already. Each revision and variant has
+    a folder of its own. Raises InputError or ModelError for words that no model can have."""
+    from offload_core.downloads import checked_id
+    from offload_core.model_source import cached_snapshot
 
-    path = folder if folder is not None else cached_snapshot(model_id, revision or None)
-    if path is None or not path.is_dir():
-        return None
-    try:
-        resolve_model(path)
-    except OffloadError:
-        if folder is not None:
-            raise
-        return None
-    return path
-
-
-def _folder(state: PackState, model_id: str, place: str, revision: str, variant: str) -> Path | None:
-    """The folder that the model has or gets, None for the Hub's cache. Each revision and variant has one of its own."""
-    if not _ID.fullmatch(model_id) or ".." in model_id:
-        raise InputError(
-            f"{model_id!r} is no id of the Hub: an id is OWNER/NAME, as in the address of the model's page."
-        )
+    owner, _, name = checked_id(model_id).partition("/")
     if place == CACHE:
         if variant:
             raise InputError("A variant needs a folder of its own: choose models/diffusers as its place.")
-        return None
+        return None, cached_snapshot(f"{owner}/{name}", revision or None)
     for what, word in (("revision", revision), ("variant", variant)):
         if word and not re.fullmatch(r"\w[\w.-]*", word):
             raise InputError(
@@ -166,8 +151,21 @@ def _folder(state: PackState, model_id: str, place: str, revision: str, variant:
     roots = state.host.model_roots()
     if not roots:
         raise InputError(f"There is no models folder to put {model_id} into. Choose the hub cache as its place.")
-    owner, _, name = model_id.partition("/")
-    return roots[0] / owner / f"{name}{f'@{revision}' if revision else ''}{f'.{variant}' if variant else ''}"
+    folder = roots[0] / owner / f"{name}{f'@{revision}' if revision else ''}{f'.{variant}' if variant else ''}"
+    return folder, folder if folder.is_dir() else None
+
+
+def _usable(state: PackState, there: Path | None, whole: bool) -> Path | None:
+    """What is there, if all of it is; a folder that has the model's name and isn't `whole` is an error."""
+    if there is None:
+        return None
+    try:
+        state.fingerprint(there)
+    except OffloadError:
+        if whole:
+            raise
+        return None  # the Hub's cache has a part of it
+    return there
 
 
 def fingerprint(
@@ -182,19 +180,25 @@ def fingerprint(
 ) -> str:
     """Changes with the model's files, and when they come."""
     try:
-        name, version = str(model_id).strip(), str(revision or "")
-        found = _here(name, _folder(state, name, str(place), version, str(variant or "")), version)
-        return model_fingerprint(state, found) if found is not None else f"not here, {download} {state.defaults}"
+        _, there = _place(state, str(model_id), str(place), str(revision or ""), str(variant or ""))
+        if there is not None:
+            return model_fingerprint(state, there)
     except OffloadError as error:
-        return f"unusable: {error}"
+        return f"unusable: {error} {download} {state.defaults}"
+    return f"not here, {download} {state.defaults}"
 
 
 def problem(
     state: PackState, *, model_id: Any = None, device_memory: Any = None, host_memory: Any = None, **_unused: Any
 ) -> str | None:
     """Why an id or a budget can't be used. Only the words are looked at."""
-    if model_id is not None and not _ID.fullmatch(str(model_id).strip()):
-        return f"{model_id!r} is no id of the Hub: an id is OWNER/NAME, as in the address of the model's page."
+    from offload_core.downloads import checked_id
+
+    try:
+        if model_id is not None:
+            checked_id(str(model_id))
+    except OffloadError as error:
+        return str(error)
     return budget_problem(device_memory=device_memory, host_memory=host_memory)
 
 

@@ -141,7 +141,7 @@ class Component:
                 planned=self.memory.planned(self.source.name),
                 added_bytes=self.added_bytes,
                 stored=self._wanted(),
-                packings=self.packed.on_the_way_in,
+                pack=self.packed.on_the_way_in,
             )
             if self.after_load is not None:
                 self.after_load(self.module)

@@ -29,10 +29,10 @@ from ._encode import encode_call, encode_ports, encode_question, encode_run, fri
 from ._handle import Handle, model_defaults
 from ._images import NoisePort, image_ports, images_question, run_images, with_size
 from ._loras import trace_loras
-from ._packed import component_sizes, unpacking
 from ._pipeline import call_class, check_call
 from ._plain import RecordMissing, from_plain
 from ._ports import PhaseDone, Port, Records, ReplayPort, RunPort, StopPort
+from ._quantised import component_sizes, unpacking
 from ._records import Embeds, Images, Latents, plain_call
 from ._scope import OpenPhase, Phase
 from ._tiling import tile

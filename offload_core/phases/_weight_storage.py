@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from ..model_source import ComponentSource
-from ..packing import FLOAT8_ROWS, Packing, packed_row_bytes, rows_of
+from ..packing import packed_row_bytes, rows_of
 from ..stored_weight import StoredWeight
 from ..streaming import operator_groups, unpacking_bytes
 from ._roles import Role, role_of
@@ -26,12 +26,12 @@ _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 @dataclass(frozen=True)
 class PackedWeights:
-    """Of one component. nbytes: of its packed weights, by name. on_the_way_in: how those are packed that aren't in
+    """Of one component. nbytes: of its packed weights, by name. on_the_way_in: names of those that aren't so in
     their files. unpacking_bytes: what unpacking takes of the device for a moment. moved_bytes: what unpacking one reads
     and writes. saved_bytes: of weights, by what is packed on the way in."""
 
     nbytes: Mapping[str, int]
-    on_the_way_in: Mapping[str, Packing]
+    on_the_way_in: Collection[str]
     unpacking_bytes: int
     moved_bytes: Mapping[str, int]
     saved_bytes: int
@@ -51,12 +51,12 @@ def packed_weights(
     computed in, by name."""
     named = dict(module.named_parameters(remove_duplicate=False))
     nbytes = {name: weight.nbytes for name, weight in (stored or {}).items() if weight.packing is not None}
-    on_the_way_in = {}
+    on_the_way_in = []
     if storage == "fp8" and role_of(source) in (Role.DENOISER, Role.ENCODER):
         for name in _coarse(module):
             if name not in nbytes:
                 shape = named[name].shape
-                on_the_way_in[name] = Packing(FLOAT8_ROWS)
+                on_the_way_in.append(name)
                 nbytes[name] = rows_of(shape) * packed_row_bytes(math.prod(shape[1:]))
     rows_only = _looked_up(module)
     shapes = {

@@ -14,9 +14,8 @@ from pathlib import Path
 from ..checkpoint import DTYPES, Header, TensorEntry, short_path, show
 from ..errors import ModelError
 from ..gguf_file import is_block_type
-from ..packing import rows_of
+from ..packing import FLOAT8, rows_of
 
-_KINDS = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
 _SCALES = ("scale_weight", "weight_scale")
 _BESIDE = ("scale_input", "input_scale", "comfy_quant")
 _MARKER = "scaled_fp8"
@@ -34,15 +33,15 @@ class PackedEntries:
     def __init__(self, path: Path, header: Header, prefix: str) -> None:
         self._path = path
         names = {name: entry for name, entry in header.tensors.items() if name.startswith(prefix)}
-        self._kinds = {name: kind for name, entry in names.items() if (kind := _kind(entry.dtype)) is not None}
         self.beside = {name for name in names if name.rpartition(".")[2] in (*_SCALES, *_BESIDE, _MARKER)}
-        self._kinds = {name: kind for name, kind in self._kinds.items() if name not in self.beside}
+        kinds = {name: _kind(entry.dtype) for name, entry in names.items() if name not in self.beside}
+        self._kinds = {name: kind for name, kind in kinds.items() if kind is not None}
         self._scales: dict[str, tuple[str, TensorEntry]] = {}
         if not self._kinds:
             self.beside = set()
             return
         plain = Counter[str]()
-        eight_bits = set(self._kinds.values()) <= set(_KINDS.values())  # GGUF keeps some of any model in float16
+        eight_bits = set(self._kinds.values()) <= FLOAT8.keys()  # GGUF keeps some of any model in float16
         for name, entry in names.items():
             if eight_bits and entry.dtype in _COMPUTED_IN and name not in self.beside:
                 plain[entry.dtype] += entry.nbytes
@@ -94,4 +93,7 @@ class PackedEntries:
 
 def _kind(dtype: str) -> str | None:
     """Of the packing of a header's dtype; None for plain numbers, and for what can't be unpacked."""
-    return _KINDS.get(dtype) or (dtype if is_block_type(dtype) else None)
+    if is_block_type(dtype):
+        return dtype
+    known = DTYPES.get(dtype, (0, None))[1]
+    return known if known in FLOAT8 else None

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from ..inventory import Item
-from ..packing import FLOAT8_ROWS, Packing, packed_row_bytes, packed_shape, rows_of
+from ..packing import FLOAT8_ROWS, packed_row_bytes, packed_shape, rows_of
 from ..stored_weight import read_scale
 from ._dtypes import shortest
 from ._masters import FileMaster, HostMaster, Master, RowPacker, stored_master
@@ -33,21 +33,21 @@ class Forms:
     """Makes the forms of one module's weights.
 
     keep_grad: weights require grad if they did before; else none do. was_there: what lies in RAM did so already when
-    the budgets were measured, so that it needs no part of an "auto" one. packings: of weights that are packed on their
-    way in, by name.
+    the budgets were measured, so that it needs no part of an "auto" one. pack: names of weights that are packed on
+    their way in.
     """
 
     def __init__(
-        self, scope: OffloadScope, name: str, *, keep_grad: bool, was_there: bool, packings: Mapping[str, Packing]
+        self, scope: OffloadScope, name: str, *, keep_grad: bool, was_there: bool, pack: Collection[str]
     ) -> None:
-        self.scope, self.name, self._keep_grad, self._packings = scope, name, keep_grad, packings
+        self.scope, self.name, self._keep_grad, self._pack = scope, name, keep_grad, pack
         self._allowed_bytes = 0  # of RAM that was taken before the budget was measured
         self._allows = was_there and scope.settings.host_memory == "auto"
 
     def rule_of(self, item: Item) -> TensorClass:
         """How a weight is handled. Raises ManagedModuleError for a class that has no rule."""
         packed = item.stored is not None and item.stored.packing is not None
-        if packed or any(each in self._packings for each in item.names):
+        if packed or any(each in self._pack for each in item.names):
             return TensorClass("packed", "packed", "fewer bytes than it is computed with")
         if item.stored is not None:
             return TensorClass("StoredWeight", "plain", "dense bytes in files")

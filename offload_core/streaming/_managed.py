@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,6 @@ from ..errors import ManagedModuleError, OffloadError
 from ..file_backing import FileMapping, read_mappings
 from ..inventory import Item, take_inventory
 from ..ledger import Reservation
-from ..packing import Packing
 from ..stored_weight import StoredWeight
 from ._accelerator import link_bytes
 from ._compiled import compiled_blocks, install, uninstall
@@ -68,7 +67,7 @@ class Managed:
         homes: Homes | None = None,
         was_there: bool = False,
         stored: Mapping[str, StoredWeight] | None = None,
-        packings: Mapping[str, Packing] | None = None,
+        pack: Collection[str] = (),
     ) -> None:
         """Takes `module` over. Nothing of it has changed if this raises.
 
@@ -78,11 +77,11 @@ class Managed:
         will be given on the execution device right after (LoRA): they are booked here, see `book_new`. homes: where
         its tensors were before, `release` takes them back there. was_there: what lies in RAM did so already when the
         budgets were measured, so that it needs no part of an "auto" one. stored: how cold weights are made from files,
-        by name. packings: weights that are packed on their way in, by name.
+        by name. pack: names of weights that are packed on their way in.
         """
         check_free(module, self.name)
         self._homes = homes
-        self._forms = Forms(self.scope, self.name, keep_grad=keep_grad, was_there=was_there, packings=packings or {})
+        self._forms = Forms(self.scope, self.name, keep_grad=keep_grad, was_there=was_there, pack=pack)
         mappings = read_mappings()
         found = _mapped_files(mappings) if files is None else files
         inventory = take_inventory(module, found, stored=stored, mappings=lambda: mappings)

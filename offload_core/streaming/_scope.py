@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,6 @@ from ..limits import (
     parse_limit,
 )
 from ..memory_host import Pins
-from ..packing import Packing
 from ..settings import OffloadSettings, check_settings
 from ..stored_weight import StoredWeight
 from ..warm import WarmStore
@@ -96,7 +95,7 @@ class OffloadScope:
         homes: Homes | None = None,
         was_there: bool = False,
         stored: Mapping[str, StoredWeight] | None = None,
-        packings: Mapping[str, Packing] | None = None,
+        pack: Collection[str] = (),
     ) -> Managed:
         """Takes a module under offload; see `Managed.attach` for the arguments.
 
@@ -115,7 +114,7 @@ class OffloadScope:
             homes=homes,
             was_there=was_there,
             stored=stored,
-            packings=packings,
+            pack=pack,
         )
         self._managed.append(weakref.ref(managed))
         return managed
