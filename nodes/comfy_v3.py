@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 from .calls import fingerprint, problem, run_node, run_node_on_lists
@@ -133,7 +134,13 @@ def _type(io: Any, name: str) -> Any:
         "CONDITIONING": "Conditioning",
         ANY_TYPE: "AnyType",
     }
-    return getattr(io, known[name]) if name in known else io.Custom(name)
+    return getattr(io, known[name]) if name in known else _custom(io.Custom, name)
+
+
+@functools.cache
+def _custom(make: Callable[[str], Any], name: str) -> Any:
+    """A type of ours, made once: the host asks for schemas several times a prompt, and a class for each would stay."""
+    return make(name)
 
 
 def _accepted(callee: Any, settings: dict[str, Any]) -> dict[str, Any]:

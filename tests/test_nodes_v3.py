@@ -188,6 +188,16 @@ def test_all_schemas_are_made_in_a_moment(io: Any, state: PackState) -> None:
     assert min(seconds) < SCHEMAS_LIMIT_S
 
 
+def test_schemas_made_again_and_again_make_no_new_types(io: Any, state: PackState) -> None:
+    """A type of a host is a class, and every prompt asks for schemas: in a long day they would take the memory."""
+    made, custom = [], io.Custom
+    io.Custom = lambda name: made.append(name) or custom(name)
+    for _ in range(3):
+        for node in classes(state).values():
+            node.define_schema()
+    assert made and len(made) == len(set(made))
+
+
 def test_seed_has_control_after_generate(io: Any, state: PackState) -> None:
     inputs = {spec.id: spec.settings for spec in classes(state)["PhaseOffloadDenoise"].define_schema().inputs}
     assert inputs["seed"]["control_after_generate"] is True

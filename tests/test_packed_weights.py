@@ -112,7 +112,11 @@ def test_large_weight_is_unpacked_piece_by_piece_to_the_same_values(monkeypatch:
 # ---------------------------------------------------------------------------------------------- files that are packed
 
 
-@pytest.mark.parametrize("how", [{}, {"per_row": True, "scale_name": "weight_scale"}, {"scaled": False}], ids=str)
+@pytest.mark.parametrize(
+    "how",
+    [{}, {"per_row": True, "scale_name": "weight_scale"}, pytest.param({"scaled": False}, marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_packed_files_give_the_picture_of_their_unpacked_twin(how: dict[str, Any], tmp_path: Path) -> None:
     """FLUX: fused rows with scales of their own, two encoders, tables of embeddings."""
     packed, meant = packed_files("flux", tmp_path, **how)

@@ -119,16 +119,22 @@ def polls_of(name: str) -> int:
     return observer.polls
 
 
-@pytest.mark.parametrize("error", [Interrupt, pytest.param(KeyboardInterrupt, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("error", "times"),
+    [
+        (Interrupt, 10),
+        *(pytest.param(*row, marks=pytest.mark.slow) for row in ((Interrupt, 60), (KeyboardInterrupt, 8))),
+    ],
+)
 def test_an_interrupt_anywhere_in_denoise_arrives_and_leaves_nothing(
-    error: type[BaseException], no_collector: None
+    error: type[BaseException], times: int, no_collector: None
 ) -> None:
     name = "wan22_a14b"
     handle, call = handle_of(name), job(name, guided=False)
     embeds = po.encode(handle, **words(name))
     total = polls_of(name)
     assert total > 10  # at every weight, block and step, in both experts
-    for k in {*range(1, total, total // (40 if error is Interrupt else 8) + 1), total}:
+    for k in {*range(1, total, total // times + 1), total}:
         session = po.Session(StopAt(k, error))
         with pytest.raises(error):
             po.denoise(handle, embeds, session=session, **call)

@@ -193,8 +193,14 @@ def test_the_command_plans_a_scheduler_and_a_picture(tmp_path: Path, capsys: pyt
     assert code == 0 and out.splitlines()[2].split()[0] == "images"
 
 
-@pytest.mark.parametrize("name", ["flux", "wan22_a14b"])
-@pytest.mark.parametrize("above", [1.0, 1.3, 3.0])
+@pytest.mark.parametrize(
+    ("name", "above"),
+    [
+        *(("flux", above) for above in (1.0, 1.3, 3.0)),
+        ("wan22_a14b", 1.0),
+        *(pytest.param("wan22_a14b", above, marks=pytest.mark.slow) for above in (1.3, 3.0)),
+    ],
+)
 def test_a_phase_reserves_what_was_planned_and_not_a_byte_more(name: str, above: float) -> None:
     """The smallest budget that is foretold works, and the peak of each phase is the one that is foretold."""
     path, texts, call = tiny_model(name), words(name), job(name, guided=True)

@@ -58,7 +58,11 @@ def test_what_encode_did_not_encode_is_a_sentence_if_it_may_not_be_made_again() 
 
 
 @pytest.mark.parametrize(
-    ("name", "option"), [("sdxl", {"clip_skip": 1}), ("flux2_klein", {"text_encoder_out_layers": (3, 6, 9)})]
+    ("name", "option"),
+    [
+        ("sdxl", {"clip_skip": 1}),
+        pytest.param("flux2_klein", {"text_encoder_out_layers": (3, 6, 9)}, marks=pytest.mark.slow),
+    ],
 )
 def test_a_part_of_an_answer_that_was_not_kept_is_encoded_again(name: str, option: dict[str, Any]) -> None:
     path, call = tiny_model(name), job(name, guided=True) | option
@@ -116,7 +120,15 @@ def test_embeddings_of_other_encoders_are_refused_by_field() -> None:
         po.denoise(handle_of("flux"), embeds)
 
 
-@pytest.mark.parametrize("name", ["sd15", "flux2_klein", "z_image", "wan22_a14b"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "sd15",
+        "flux2_klein",
+        pytest.param("z_image", marks=pytest.mark.slow),
+        pytest.param("wan22_a14b", marks=pytest.mark.slow),
+    ],
+)
 def test_saved_embeddings_and_latents_give_the_same_picture(name: str, tmp_path: Path) -> None:
     path, call = tiny_model(name), job(name, guided=True, images=2)
     expected, _ = one_shot(path, dtype=torch.bfloat16, seed=2, **words(name), **call)

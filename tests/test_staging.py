@@ -15,7 +15,7 @@ from staging import OFTEN, OTHERS, PROMISED, job, often, one_shot, staged, tiny_
 
 DTYPES = [torch.float32, torch.bfloat16]
 # A UNet, a transformer, pictures beside the latents, and a video; the others are run by the slow tests.
-VARIANTS_OFTEN = ("sd15_img2img", "sdxl_inpaint", "flux_kontext", "flux2_klein_edit", "wan22_5b_i2v", "ltx2_i2v")
+VARIANTS_OFTEN = ("sd15_img2img", "sdxl_inpaint", "flux_kontext", "wan22_5b_i2v")
 DEMO = Path(po.__file__).parent / "demo" / "model"
 
 
@@ -25,8 +25,8 @@ DEMO = Path(po.__file__).parent / "demo" / "model"
         pytest.param(name, dtype, id=f"{name}-{kind}", marks=[] if seen else [pytest.mark.slow])
         for name in PROMISED
         for kind, dtype, seen in (
-            ("float32", torch.float32, True),
-            ("bfloat16", torch.bfloat16, name in OFTEN),
+            ("float32", torch.float32, name in (*OFTEN, "sdxl")),
+            ("bfloat16", torch.bfloat16, name in ("sd15", "flux2_klein")),
         )
     ],
 )
@@ -54,7 +54,7 @@ def test_embeddings_made_with_defaults_serve_an_unguided_denoise(name: str) -> N
     assert [phase.name for phase in session.report.phases] == ["encode", "denoise", "decode"]
 
 
-@pytest.mark.parametrize("name", often(OTHERS, ("sd15_safety", "lumina2", "ltx2", "cogvideox")))
+@pytest.mark.parametrize("name", often(OTHERS, ("sd15_safety", "ltx2")))
 def test_other_families_in_phases_equal_the_one_shot_run(name: str) -> None:
     path, call = tiny_model(name), job(name, guided=True)
     texts = words(name)

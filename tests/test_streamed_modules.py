@@ -35,6 +35,15 @@ from streaming_models import (
 
 __all__ = ["one_compute_thread"]
 IN_FILES = tuple(case for case in CASES if case.in_files)
+# By default all small modules run, and of the models those that differ most; of files, one of each. The slow tests
+# run them all.
+SLOW = ("sdxl_unet", "vae", "clip")
+SLOW_IN_FILES = (*SLOW, "sd15_unet", "t5", "attention", "convolutions", "new_weight_norm")
+
+
+def but_slow(cases: tuple[Case, ...], slow: tuple[str, ...]) -> list[Any]:
+    """The cases as parameters of a test, those named in `slow` not by default."""
+    return [pytest.param(each, id=str(each), marks=[pytest.mark.slow] * (str(each) in slow)) for each in cases]
 
 
 def budgets(module: nn.Module, **arguments: Any) -> list[tuple[int, bool]]:
@@ -62,21 +71,23 @@ def check(module: nn.Module, expected: list[torch.Tensor], case: Case, **argumen
                 assert offloaded.report().read_bytes > 0
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", but_slow(CASES, SLOW))
 @torch.no_grad()
 def test_weights_streamed_from_ram_give_the_bits_of_resident_ones(case: Case) -> None:
     module = case.build()
     check(module, passes(twin_of(module), case.calls), case)
 
 
-@pytest.mark.parametrize("case", IN_FILES, ids=str)
+@pytest.mark.parametrize("case", but_slow(IN_FILES, SLOW_IN_FILES))
 @torch.no_grad()
 def test_weights_streamed_from_files_give_the_bits_of_resident_ones(case: Case, tmp_path: Path) -> None:
     module, files = from_files(case.build(), tmp_path)
     check(module, passes(twin_of(module), case.calls), case, files=files)
 
 
-@pytest.mark.parametrize("name", ["flux", "vae", "t5", "clip"])
+@pytest.mark.parametrize(
+    "name", ["flux", "t5", *(pytest.param(name, marks=pytest.mark.slow) for name in ("vae", "clip"))]
+)
 @torch.no_grad()
 def test_bfloat16_weights_in_files_give_the_bits_of_resident_ones(name: str, tmp_path: Path) -> None:
     case = BY_NAME[name]
@@ -97,7 +108,7 @@ def test_weights_stored_in_eight_bits_give_the_bits_of_resident_ones(in_files: b
 
 @pytest.mark.parametrize("outside", [torch.no_grad, torch.inference_mode, nullcontext])
 @pytest.mark.parametrize("inside", [torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("name", ["linear", "attention", "encoder_layer", "convolutions", "tied_tables", "flux"])
+@pytest.mark.parametrize("name", ["linear", "attention", "encoder_layer", "convolutions", "tied_tables"])
 def test_grad_mode_outside_and_inside_change_nothing(name: str, outside: Any, inside: Any) -> None:
     case = BY_NAME[name]
     module = case.build()

@@ -12,7 +12,7 @@ from diffusers import AutoencoderKL, DiffusionPipeline
 from transformers import PreTrainedTokenizerBase
 
 from offload_core.tiny_models import FAMILIES, REQUIRED, VARIANTS, load_tiny, one_shot, picture, run_whole, save_tiny
-from staging import often
+from staging import OFTEN, often
 
 OTHERS = tuple(name for name in FAMILIES if name not in REQUIRED)
 OTHER_PROMPT = "a blue car"
@@ -20,10 +20,10 @@ SCALED = ("hidream",)  # their results are of another size than is asked for
 VISIBLE = 1e-3  # mean difference of two pictures in 0 … 1 that no rounding explains in float32
 
 # Of the others a few are run by default, the rest by the slow tests.
-SEEN = ("sd15_safety", "lumina2", "ltx2", "cogvideox")
-VARIANTS_SEEN = ("sdxl_inpaint", "flux_img2img", "flux2_klein_edit", "wan22_5b_i2v")
-every_family = pytest.mark.parametrize("name", [*REQUIRED, *often(OTHERS, SEEN)])
-required_family = pytest.mark.parametrize("name", REQUIRED)
+SEEN = ("sd15_safety", "ltx2")
+VARIANTS_SEEN = ("sdxl_inpaint", "flux2_klein_edit")
+every_family = pytest.mark.parametrize("name", [*often(tuple(REQUIRED), OFTEN), *often(OTHERS, SEEN)])
+required_family = pytest.mark.parametrize("name", often(tuple(REQUIRED), OFTEN))
 
 
 class Tiny:

@@ -377,7 +377,7 @@ def test_blocks_that_are_alike_are_traced_once_where_that_is_the_same(
 
 
 @pytest.mark.parametrize(
-    "name", ["wan22_a14b", *(pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES if name != "wan22_a14b")]
+    "name", ["flux", *(pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES if name != "flux")]
 )
 def test_telling_blocks_again_gives_the_trace_of_every_family(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     told = foretold(name)
@@ -423,7 +423,9 @@ def test_experts_that_are_chosen_by_what_was_computed_are_taken_to_be_used_evenl
     assert traced(cold(Tied()), torch.tensor([[1]]), head=False).assumed == ""
 
 
-@pytest.mark.parametrize(("name", "alone"), [("wan22_a14b", True), ("ideogram4", False)])
+@pytest.mark.parametrize(
+    ("name", "alone"), [("wan22_a14b", True), pytest.param("ideogram4", False, marks=pytest.mark.slow)]
+)
 def test_denoisers_that_take_turns_make_room_and_those_that_alternate_both_stay(name: str, alone: bool) -> None:
     _, denoise, _ = (next(iter(phase)) for phase in foretold_phases(name))
     assert [component.alone for component in denoise.job.components] == [alone, alone]

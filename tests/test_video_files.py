@@ -148,7 +148,7 @@ def as_comfy(gemma: Weights) -> Weights:
     return found
 
 
-@pytest.mark.parametrize("held", ["all", "texts alone"])
+@pytest.mark.parametrize("held", ["all", pytest.param("texts alone", marks=pytest.mark.slow)])
 def test_ltx2_of_its_checkpoint_and_gemma_of_comfyui_gives_the_clip_of_its_folder(held: str, tmp_path: Path) -> None:
     """One file for the transformer, connectors, both VAEs and the vocoder; Gemma 3 with its eyes or without."""
     parts = checkpoint_parts("ltx2")

@@ -1,24 +1,31 @@
-"""Runs a function of a test file in a fresh process that has the pretend accelerator, and hands its result back."""
+"""Runs a function of a test file in a fresh process that has the pretend accelerator, and hands its result back.
+
+The processes are copies of one that has imported the libraries and nothing else, so that each starts in a moment.
+"""
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import inspect
 import json
+import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 import vgpu
 
 TESTS = Path(__file__).parents[1]
+#: What the process that is copied imports: the libraries of nearly every function, by the helpers that need them.
+PRELOADED = ("vgpu.runner", "staging")
 
 
 def run_on_vgpu(function: Callable[..., Any], *args: Any, timeout_s: float = 240, **kwargs: Any) -> Any:
@@ -31,33 +38,53 @@ def run_on_vgpu(function: Callable[..., Any], *args: Any, timeout_s: float = 240
     if reason is not None:
         pytest.skip(reason)
     with tempfile.TemporaryDirectory() as folder:
-        result_file = Path(folder) / "result.json"
         call = {
             "file": inspect.getsourcefile(inspect.unwrap(function)),
             "function": function.__qualname__,
             "args": args,
             "kwargs": kwargs,
-            "result": str(result_file),
+            "result": str(Path(folder) / "result.json"),
+            "output": str(Path(folder) / "output.txt"),
         }
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])}
-        child = subprocess.run(
-            [sys.executable, "-m", "vgpu.runner", json.dumps(call)],
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=timeout_s,
-            check=False,
-        )
-        if child.returncode != 0:
-            how = f"signal {signal.Signals(-child.returncode).name}" if child.returncode < 0 else child.returncode
-            pytest.fail(f"{function.__qualname__} ended with {how} on the pretend accelerator:\n{child.stdout[-6000:]}")
-        return json.loads(result_file.read_text())
+        child = _fresh_processes().Process(target=_run_call, args=(json.dumps(call),))
+        child.start()
+        child.join(timeout_s)
+        ended = child.exitcode
+        if ended is None:
+            child.kill()
+            child.join()
+        if ended != 0:
+            output = Path(call["output"])
+            said = output.read_text(errors="replace")[-6000:] if output.exists() else ""
+            pytest.fail(f"{function.__qualname__} on the pretend accelerator: {_how(ended)}\n{said}")
+        return json.loads(Path(call["result"]).read_text())
 
 
-def _run_call(call: dict[str, Any]) -> None:
+def _how(exit_code: int | None) -> str:
+    if exit_code is None:
+        return "its time ran out"
+    return f"signal {signal.Signals(-exit_code).name}" if exit_code < 0 else f"exit code {exit_code}"
+
+
+@functools.cache
+def _fresh_processes() -> Any:
+    """Starts processes, each a copy of one that only imported PRELOADED. There is one such for each test process."""
+    from multiprocessing import forkserver
+
+    forkserver.set_forkserver_preload(list(PRELOADED))
+    # One compute thread: a pool of them wouldn't live on in a copy, which would wait for it forever.
+    settings = {"PYTHONPATH": os.pathsep.join(filter(None, [str(TESTS), *sys.path])), "OMP_NUM_THREADS": "1"}
+    with mock.patch.dict(os.environ, settings):
+        forkserver.ensure_running()
+    return multiprocessing.get_context("forkserver")
+
+
+def _run_call(text: str) -> None:
     """The child's side."""
+    call = json.loads(text)
+    output = os.open(call["output"], os.O_WRONLY | os.O_CREAT)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
     vgpu.install()
     spec = importlib.util.spec_from_file_location("test_file_on_vgpu", call["file"])
     assert spec is not None and spec.loader is not None
@@ -66,7 +93,3 @@ def _run_call(call: dict[str, Any]) -> None:
     spec.loader.exec_module(module)
     result = getattr(module, call["function"])(*call["args"], **call["kwargs"])
     Path(call["result"]).write_text(json.dumps(result))
-
-
-if __name__ == "__main__":
-    _run_call(json.loads(sys.argv[1]))
