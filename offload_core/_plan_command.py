@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import _picture_files as files
 from ._console import Terminal
+from ._extra_options import add_lora_argument, add_picture_arguments, given_loras, given_pictures
 from ._memory_options import memory_settings
 from ._model_options import add_file_arguments, add_weights_argument, chosen_model
 from .errors import BudgetError, InputError, TraceError
@@ -32,25 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, metavar="N", help="denoising steps; default: the model's own")
     parser.add_argument("--guidance-scale", type=float, metavar="X", help="default: the model's own")
     parser.add_argument("--scheduler", metavar="NAME", help="as generate takes it; default: the model's own")
-    parser.add_argument(
-        "--image",
-        action="append",
-        default=[],
-        type=Path,
-        metavar="FILE",
-        help="the picture of the job, of which only the size matters; again for one more. Width and height are then "
-        "those of the result",
-    )
-    parser.add_argument("--mask", type=Path, metavar="FILE", help="where to repaint the picture")
-    parser.add_argument("--strength", type=float, metavar="X", help="how much of the picture to make anew, 0 to 1")
-    parser.add_argument(
-        "--lora",
-        action="append",
-        default=[],
-        nargs="+",
-        metavar=("FILE", "SCALE"),
-        help="a LoRA of the job and its strength (1); again for one more",
-    )
+    add_lora_argument(parser)
     parser.add_argument("--num-images", type=int, default=1, metavar="N", help="pictures in one go (1)")
     parser.add_argument("--frames", type=int, metavar="N", help="frames of a video; default: the model's own")
     parser.add_argument("--device", default="auto", metavar="NAME", help="auto, cpu, cuda, cuda:1, ... (auto)")
@@ -62,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--chart", type=Path, metavar="FILE", help="draw the memory over time, as a picture (.png) or a drawing (.svg)"
     )
     parser.add_argument("--list", action="store_true", help="list the known models and machines")
+    add_picture_arguments(parser)
     add_file_arguments(parser)
 
 
@@ -87,9 +70,9 @@ def run(args: argparse.Namespace, terminal: Terminal) -> None:
             dtype=args.dtype,
             weight_storage=args.weights,
             hardware=args.hardware,
-            loras=_loras(args.lora),
+            loras=given_loras(args),
             session=session,
-            **_pictures(args),
+            **given_pictures(args),
             **_call(args),
         )
     terminal.say(plan_table(found))
@@ -148,30 +131,6 @@ def _call(args: argparse.Namespace) -> dict[str, Any]:
         "num_images_per_prompt": args.num_images if args.num_images != 1 else None,
     }
     return {name: value for name, value in given.items() if value is not None}
-
-
-def _pictures(args: argparse.Namespace) -> dict[str, Any]:
-    """The pictures of the job, as `foresee_job` takes them."""
-    if not args.image:
-        for name in ("mask", "strength"):
-            if getattr(args, name) is not None:
-                raise InputError(f"There is no picture for --{name}: give --image, too.")
-        return {}
-    mask = None if args.mask is None else files.read_picture(args.mask)
-    return {"images": [files.read_picture(path) for path in args.image], "mask": mask}
-
-
-def _loras(given: Sequence[Sequence[str]]) -> list[tuple[str, float]]:
-    loras = []
-    for file, *scales in given:
-        try:
-            scale = float(scales[0]) if scales else 1.0
-        except ValueError:
-            scale = None
-        if scale is None or len(scales) > 1:
-            raise InputError(f"--lora takes a file and one number, not {' '.join((file, *scales))}.")
-        loras.append((file, scale))
-    return loras
 
 
 def _listing() -> str:

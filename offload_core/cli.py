@@ -10,7 +10,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ from . import __version__, demo
 from . import _picture_files as files
 from ._console import InterruptFlag, Terminal, quiet_libraries
 from ._memory_options import add_memory_arguments, add_preset_argument, memory_settings
-from ._model_options import add_file_arguments, add_weights_argument, chosen_model
 from .errors import InputError, InsufficientMemoryError, OffloadError
 
 #: Exit code -> what it means, as --help and the README list them.
@@ -83,101 +82,18 @@ def finish(terminal: Terminal, report: Any, report_file: Path | None, written: S
 
 
 def _generate_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", metavar="MODEL", help="model folder, or checkpoint file")
-    parser.add_argument("--prompt", required=True, metavar="TEXT", help="what the picture should show")
-    parser.add_argument("--negative-prompt", metavar="TEXT", help="what it should not show")
-    parser.add_argument("--width", type=int, metavar="PIXELS", help="default: the model's own")
-    parser.add_argument("--height", type=int, metavar="PIXELS", help="default: the model's own")
-    parser.add_argument("--steps", type=int, metavar="N", help="denoising steps; default: the model's own")
-    parser.add_argument("--guidance-scale", type=float, metavar="X", help="default: the model's own")
-    parser.add_argument(
-        "--scheduler",
-        metavar="NAME",
-        help="a scheduler of diffusers in place of the model's own, as 'EulerDiscreteScheduler karras'; for one that "
-        "doesn't fit, such as list, those that do are named",
-    )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="the same seed gives the same picture (0)")
-    parser.add_argument("--num-images", type=int, default=1, metavar="N", help="pictures in one go (1)")
-    parser.add_argument("--frames", type=int, metavar="N", help="frames of a video; default: the model's own")
-    parser.add_argument("--device", default="auto", metavar="NAME", help="auto, cpu, cuda, cuda:1, ... (auto)")
-    parser.add_argument("--dtype", default="auto", metavar="NAME", help="auto (the files' own), bfloat16, float32, ...")
-    add_weights_argument(parser)
-    parser.add_argument("--tiling", default="auto", choices=("auto", "on", "off"), help="decode in tiles (auto)")
-    parser.add_argument(
-        "--output",
-        type=Path,
-        default=Path("phase-offload.png"),
-        metavar="FILE",
-        help="picture to write: .png, .jpg, .webp; a video as .gif, .webp or a sequence of .png. An existing file is "
-        "replaced; several pictures become NAME-0.png, NAME-1.png, ... (phase-offload.png)",
-    )
-    parser.add_argument(
-        "--prompt-cache",
-        type=Path,
-        metavar="DIR",
-        help="keep what encoders answer in this folder, made if it isn't there: a prompt that was encoded before loads "
-        "no encoder. It holds no words of prompts",
-    )
-    parser.add_argument("--no-plan", action="store_true", help="don't foretell memory and time, just run")
-    add_file_arguments(parser)
+    from . import _generate_command
+
+    _generate_command.add_arguments(parser)
     add_preset_argument(parser)
     add_memory_arguments(parser)
 
 
 def _generate(args: argparse.Namespace, terminal: Terminal) -> None:
-    files.check_picture_file(args.output)
-    with terminal.session() as session:
-        import offload_core
+    from . import _generate_command
 
-        settings = memory_settings(args)
-        if args.prompt_cache is not None:
-            settings = replace(settings, prompt_cache_folder=str(args.prompt_cache))
-        model = chosen_model(args)
-        how = {"dtype": args.dtype, "weight_storage": args.weights}
-        handle = offload_core.load(model, device=args.device, settings=settings, **how)
-        video = handle.makes_video
-        files.check_picture_file(args.output, video=video)
-        options = _denoise_options(args, handle)
-        offload_core.check_denoise(handle, seed=args.seed, **options)
-        negative = args.negative_prompt
-        if negative is None and handle.guidance_name == "true_cfg_scale":
-            negative = ""  # true CFG does nothing without one
-        found = None
-        if not args.no_plan:
-            from ._plan_command import plan_first
-
-            found = plan_first(terminal, session, model, args, settings, negative, **options)
-        plan = found.plan if found is not None else None
-        embeds = offload_core.encode(handle, args.prompt, negative, session=session, plan=plan)
-        latents = offload_core.denoise(handle, embeds, seed=args.seed, session=session, plan=plan, **options)
-        images = offload_core.decode(handle, latents, output_type="pil", tiling=args.tiling, session=session, plan=plan)
-        if found is not None:
-            found.learn(session.report)
-    if video:
-        frames = images if isinstance(images[0], (list, tuple)) else [images]
-        written = files.write_files(files.video_writers(args.output, frames))
-    else:
-        written = files.write_files(files.picture_writers(args.output, images))
-    finish(terminal, session.report, args.report, written)
-
-
-def _denoise_options(args: argparse.Namespace, handle: Any) -> dict[str, Any]:
-    """Arguments of `denoise` for those that were given; the rest is left to the model's defaults."""
-    given = {"width": args.width, "height": args.height, "num_inference_steps": args.steps, "scheduler": args.scheduler}
-    options = {name: value for name, value in given.items() if value is not None}
-    if args.guidance_scale is not None:
-        if handle.guidance_name is None:
-            raise InputError("This model has no guidance; leave --guidance-scale out.")
-        options[handle.guidance_name] = args.guidance_scale
-    if args.frames is not None:
-        if not handle.makes_video:
-            raise InputError("This model makes pictures, not videos; leave --frames out.")
-        options["num_frames"] = args.frames
-    if args.num_images != 1:
-        if handle.images_name is None:
-            raise InputError("This model makes one picture at a time; leave --num-images out.")
-        options[handle.images_name] = args.num_images
-    return options
+    report, written = _generate_command.run(args, terminal)
+    finish(terminal, report, args.report, written)
 
 
 GENERATE = Command("generate", "make pictures from a prompt with a model folder", _generate_arguments, _generate)

@@ -13,6 +13,7 @@ import torch
 
 from . import demo
 from .devices import device_title, resolve_device
+from .errors import InputError
 from .known import KnownMachine, KnownModel, described_source, known_machine, known_model
 from .learnt import Learnt, corrected, dtype_of
 from .limits import Memory, auto_device_budget, auto_host_budget, parse_budget, parse_limit
@@ -25,7 +26,7 @@ from .trace_store import TraceStore, asked_embeds, asked_images, asked_of, asked
 
 if TYPE_CHECKING:
     from .model_source import ModelSource
-    from .phases import Embeds, Handle, Images, Latents, PhaseTrace
+    from .phases import Embeds, Handle, Images, IPAdapter, Latents, PhaseTrace
     from .plan import Rates
     from .report import RunReport
     from .session import Session
@@ -75,6 +76,8 @@ def foresee_job(
     session: Session | None = None,
     scheduler: str | None = None,
     weight_storage: str = "as stored",
+    controlnet: str | os.PathLike[str] | None = None,
+    ip_adapter: IPAdapter | None = None,
     **pipeline_kwargs: Any,
 ) -> Foresight:
     """What `encode`, `denoise` and `decode` with these arguments will take. No weight of the model is loaded.
@@ -84,8 +87,8 @@ def foresee_job(
     and height and width are those of the result. settings: its budgets are planned for. hardware: a known machine that
     is asked about in place of this one; budgets are then of its memory. rates: in place of those of the machine.
     session: whose observer may interrupt, and whose memory host's memory is counted on. scheduler: as `denoise` takes
-    it. weight_storage: as `load` takes it. pipeline_kwargs: of the pipeline's call, e.g. height, width,
-    num_inference_steps.
+    it. weight_storage, controlnet, ip_adapter: as `load` takes them. pipeline_kwargs: of the pipeline's call, e.g.
+    height, width, num_inference_steps, or the picture of a ControlNet.
 
     Raises ModelError and InputError as `load`, `encode_images`, `encode` and `denoise` do, InputError for a machine
     that isn't known, TraceError for a model whose code can't be traced.
@@ -97,7 +100,8 @@ def foresee_job(
     rates = rates or (rates_of(machine) if machine else measured_rates(device))
     learnt = None if machine else Learnt(device, rates)
     how: dict[str, Any] = {"dtype": dtype, "settings": settings, "weight_storage": weight_storage}
-    with _opened(model, loras, how) as (handle, source, defaults, title):
+    beside = {"controlnet": controlnet, "ip_adapter": ip_adapter}
+    with _opened(model, loras, how, beside) as (handle, source, defaults, title):
         from .phases import foresee, trace_cached_encode
 
         call = {**defaults, **pipeline_kwargs}
@@ -266,18 +270,25 @@ def _noted(
 
 @contextlib.contextmanager
 def _opened(
-    model: str | os.PathLike[str] | SplitFiles, loras: Sequence[Any], how: Mapping[str, Any]
+    model: str | os.PathLike[str] | SplitFiles,
+    loras: Sequence[Any],
+    how: Mapping[str, Any],
+    beside: Mapping[str, Any],
 ) -> Iterator[tuple[Handle, ModelSource | None, dict[str, Any], str]]:
     """A handle for tracing on the CPU. A folder goes before a known model of the same name. how: the other arguments of
-    `load`."""
+    `load`; beside: those that name parts of other folders, which a known model isn't planned with."""
     from .phases import Handle, as_loras, load
 
     named = isinstance(model, str | os.PathLike) and not os.path.isdir(model)
     known = known_model(str(model)) if named else None
     if known is None:
-        handle = load(model, device="cpu", loras=loras, **how)
+        handle = load(model, device="cpu", loras=loras, **how, **beside)
         yield handle, None, {}, _name_of(handle.model)
         return
+    if any(part is not None for part in beside.values()):
+        raise InputError(
+            f"{known.title} is planned by its name without a ControlNet or an IP-Adapter: give its folder."
+        )
     with described_source(known) as source:
         yield (
             Handle(str(source.root), source.fingerprint, known.pipeline, "cpu", loras=as_loras(loras), **how),

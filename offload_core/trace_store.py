@@ -81,7 +81,10 @@ def asked_of(handle: Handle) -> list[Any]:
     """What of a model decides its traces."""
     loras = [[lora.fingerprint, lora.scale] for lora in handle.loras]
     storage = [handle.weight_storage] if handle.weight_storage != "as stored" else []
-    return [handle.fingerprint, handle.pipeline, handle.dtype, handle.settings.vae_tiling, loras, *storage]
+    beside = [[part.name, part.fingerprint] for part in handle.companions]
+    if handle.ip_adapter is not None:
+        beside.append(["ip_adapter", handle.ip_adapter.fingerprint])
+    return [handle.fingerprint, handle.pipeline, handle.dtype, handle.settings.vae_tiling, loras, *storage, *beside]
 
 
 def asked_values(call: dict[str, Any]) -> Any:

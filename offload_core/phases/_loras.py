@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .._report_table import human_bytes
 from ..checkpoint import content_mark, read_header
 from ..devices import is_out_of_memory
 from ..errors import ColdWeightError, InputError, ModelError, TraceError
@@ -126,8 +127,17 @@ def plan_loras(phase: Phase, owned: set[str]) -> None:
     """Arranges that each owned component that a LoRA names gets it when it is loaded, in memory that is kept for it."""
     for name, change in _changes(phase, owned).items():
         component = phase.components[name]
-        component.after_load = functools.partial(_one_by_one, [component.after_load, change.apply])
+        apply = functools.partial(_apply_and_tell, change.apply, name, phase.notes)
+        component.after_load = functools.partial(_one_by_one, [component.after_load, apply])
         component.added_bytes += change.elements * component.dtype.itemsize
+
+
+def _apply_and_tell(apply: Callable[[Any], None], name: str, notes: list[str], module: Any) -> None:
+    before = _nbytes(module)
+    apply(module)
+    note = f"{name} got {human_bytes(_nbytes(module) - before)} of LoRA weights, which stay."
+    if note not in notes:  # an expert may be loaded again
+        notes.append(note)
 
 
 def _one_by_one(changes: list[Callable[[Any], None] | None], module: Any) -> None:

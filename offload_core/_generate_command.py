@@ -1,0 +1,137 @@
+"""`phase-offload generate`: pictures or a video from a prompt."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from . import _picture_files as files
+from ._console import Terminal
+from ._extra_options import (
+    add_control_arguments,
+    add_lora_argument,
+    add_picture_arguments,
+    given_control,
+    given_loras,
+    given_pictures,
+)
+from ._memory_options import memory_settings
+from ._model_options import add_file_arguments, add_weights_argument, chosen_model
+from .errors import InputError
+from .report import RunReport
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", metavar="MODEL", help="model folder, or checkpoint file")
+    parser.add_argument("--prompt", required=True, metavar="TEXT", help="what the picture should show")
+    parser.add_argument("--negative-prompt", metavar="TEXT", help="what it should not show")
+    parser.add_argument("--width", type=int, metavar="PIXELS", help="default: the model's own")
+    parser.add_argument("--height", type=int, metavar="PIXELS", help="default: the model's own")
+    parser.add_argument("--steps", type=int, metavar="N", help="denoising steps; default: the model's own")
+    parser.add_argument("--guidance-scale", type=float, metavar="X", help="default: the model's own")
+    parser.add_argument(
+        "--scheduler",
+        metavar="NAME",
+        help="a scheduler of diffusers in place of the model's own, as 'EulerDiscreteScheduler karras'; for one that "
+        "doesn't fit, such as list, those that do are named",
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="the same seed gives the same picture (0)")
+    parser.add_argument("--num-images", type=int, default=1, metavar="N", help="pictures in one go (1)")
+    parser.add_argument("--frames", type=int, metavar="N", help="frames of a video; default: the model's own")
+    add_lora_argument(parser)
+    parser.add_argument("--device", default="auto", metavar="NAME", help="auto, cpu, cuda, cuda:1, ... (auto)")
+    parser.add_argument("--dtype", default="auto", metavar="NAME", help="auto (the files' own), bfloat16, float32, ...")
+    add_weights_argument(parser)
+    parser.add_argument("--tiling", default="auto", choices=("auto", "on", "off"), help="decode in tiles (auto)")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("phase-offload.png"),
+        metavar="FILE",
+        help="picture to write: .png, .jpg, .webp; a video as .gif, .webp or a sequence of .png. An existing file is "
+        "replaced; several pictures become NAME-0.png, NAME-1.png, ... (phase-offload.png)",
+    )
+    parser.add_argument(
+        "--prompt-cache",
+        type=Path,
+        metavar="DIR",
+        help="keep what encoders answer in this folder, made if it isn't there: a prompt that was encoded before loads "
+        "no encoder. It holds no words of prompts",
+    )
+    parser.add_argument("--no-plan", action="store_true", help="don't foretell memory and time, just run")
+    add_picture_arguments(parser)
+    add_control_arguments(parser)
+    add_file_arguments(parser)
+
+
+def run(args: argparse.Namespace, terminal: Terminal) -> tuple[RunReport, list[Path]]:
+    """The report of the phases, and the files that were written."""
+    files.check_picture_file(args.output)
+    model, pictures, control, loras = chosen_model(args), given_pictures(args), given_control(args), given_loras(args)
+    settings = memory_settings(args)
+    if args.prompt_cache is not None:
+        settings = replace(settings, prompt_cache_folder=str(args.prompt_cache))
+    with terminal.session() as session:
+        import offload_core
+
+        parts = {**control.parts, **({"loras": loras} if loras else {})}
+        how = {"dtype": args.dtype, "weight_storage": args.weights, **parts}
+        handle = offload_core.load(model, device=args.device, settings=settings, **how)
+        shown_to = handle
+        if pictures:
+            shown_to = handle.for_pictures(masked=pictures["mask"] is not None, count=len(pictures["images"]))
+        video = shown_to.makes_video
+        files.check_picture_file(args.output, video=video)
+        size = {name: getattr(args, name) for name in ("width", "height") if getattr(args, name) is not None}
+        options = _denoise_options(args, shown_to) | control.denoised
+        options |= {} if pictures else size  # a picture brings its own to Denoise
+        offload_core.check_denoise(shown_to, seed=args.seed, **options)
+        shown = control.shown(handle, size)
+        negative = args.negative_prompt
+        if negative is None and shown_to.guidance_name == "true_cfg_scale":
+            negative = ""  # true CFG does nothing without one
+        found = None
+        if not args.no_plan:
+            from ._plan_command import plan_first
+
+            asked = {**parts, **pictures, **shown, **options, **size}
+            found = plan_first(terminal, session, model, args, settings, negative, **asked)
+        how_it_runs: dict[str, Any] = {"session": session, "plan": found.plan if found is not None else None}
+        if pictures:
+            frames = {name: options[name] for name in ("num_frames",) if name in options}
+            options["images"] = offload_core.encode_images(handle, **pictures, **size, **frames, **how_it_runs)
+            shown["images"] = options["images"]
+        embeds = offload_core.encode(handle, args.prompt, negative, **shown, **how_it_runs)
+        latents = offload_core.denoise(handle, embeds, seed=args.seed, **options, **how_it_runs)
+        images = offload_core.decode(handle, latents, output_type="pil", tiling=args.tiling, **how_it_runs)
+        if found is not None:
+            found.learn(session.report)
+    return session.report, _written(args.output, images, video=video)
+
+
+def _denoise_options(args: argparse.Namespace, handle: Any) -> dict[str, Any]:
+    """Arguments of `denoise`, but for the size, for those that were given; the rest is left to the model's defaults."""
+    given = {"num_inference_steps": args.steps, "scheduler": args.scheduler, "strength": args.strength}
+    options = {name: value for name, value in given.items() if value is not None}
+    if args.guidance_scale is not None:
+        if handle.guidance_name is None:
+            raise InputError("This model has no guidance; leave --guidance-scale out.")
+        options[handle.guidance_name] = args.guidance_scale
+    if args.frames is not None:
+        if not handle.makes_video:
+            raise InputError("This model makes pictures, not videos; leave --frames out.")
+        options["num_frames"] = args.frames
+    if args.num_images != 1:
+        if handle.images_name is None:
+            raise InputError("This model makes one picture at a time; leave --num-images out.")
+        options[handle.images_name] = args.num_images
+    return options
+
+
+def _written(output: Path, images: Any, *, video: bool) -> list[Path]:
+    if not video:
+        return files.write_files(files.picture_writers(output, images))
+    frames = images if isinstance(images[0], (list, tuple)) else [images]
+    return files.write_files(files.video_writers(output, frames))
