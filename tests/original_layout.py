@@ -110,6 +110,11 @@ TINY: dict[str, Layouts] = {
         "vae": ("first_stage_model.", "kl", _LEVELS),
         "text_encoder": ("cond_stage_model.transformer.", "clip", {}),
     },
+    "sd21": {
+        "unet": ("model.diffusion_model.", "unet", unet_names(4, 4, (2,))),
+        "vae": ("first_stage_model.", "kl", _LEVELS),
+        "text_encoder": ("cond_stage_model.model.", "open_clip", {}),
+    },
     "sdxl": {
         "unet": ("model.diffusion_model.", "unet", unet_names(4, 4, (2,))),
         "vae": ("first_stage_model.", "kl", _LEVELS),
@@ -302,6 +307,8 @@ FULL_SIZE["sdxl-refiner"] = {
 }
 for _like in ("sd1.5", "sdxl"):
     FULL_SIZE[f"{_like}-inpainting"] = FULL_SIZE[_like]
+FULL_SIZE["sd2.1"] = {**FULL_SIZE["sd1.5"], "text_encoder": ("cond_stage_model.model.", "open_clip", {})}
+FULL_SIZE["sd2.1-base"] = FULL_SIZE["sd2-inpainting"] = FULL_SIZE["sd2.1"]
 FULL_SIZE["flux.1-fill-dev"] = FULL_SIZE["flux.1-control-dev"] = FULL_SIZE["flux.1-dev"]
 
 

@@ -294,7 +294,8 @@ def test_file_that_lacks_a_weight_is_refused_before_any_phase_begins(tmp_path: P
     [
         (("lora_unet_down.lora_down.weight",), "is a LoRA"),
         (("control_model.input_hint_block.0.weight",), "ControlNet"),
-        (("cond_stage_model.model.transformer.resblocks.0.ln_1.weight",), "Stable Diffusion 2"),
+        (("depth_model.model.pretrained.x", "model.diffusion_model.x"), "is Stable Diffusion 2 for depth"),
+        (("noise_augmentor.betas", "model.diffusion_model.x"), "is Stable unCLIP"),
         (("something.else",), "holds no part of a model"),
     ],
 )

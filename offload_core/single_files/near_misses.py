@@ -34,7 +34,6 @@ NEAR_MISSES = (
     NearMiss("is a ControlNet, which is no model of its own", _FOLDER, ("controlnet_",)),
     NearMiss("is a ControlNet, which is no model of its own", _FOLDER, ("input_hint_block.",)),
     NearMiss("is a textual inversion, not a model", "It can't be used here yet.", ("emb_params",)),
-    NearMiss("holds Stable Diffusion 2's text encoder, which isn't known here", _FOLDER, ("cond_stage_model.model.",)),
     NearMiss("is a vision encoder, which no model known here needs as a file", _FOLDER, ("vision_model.",)),
     NearMiss(
         "holds the eyes of a text encoder alone (mmproj), which no model known here takes as a file",
@@ -50,4 +49,10 @@ NEAR_MISSES = (
         "Use its .safetensors file.",
         ("blk.0.post_ffw_norm.",),
     ),
+)
+
+# Checkpoints that hold parts which are known here beside one that isn't.
+OTHER_MODELS = (
+    NearMiss("is Stable Diffusion 2 for depth, which isn't known here as a file", _FOLDER, ("depth_model.",)),
+    NearMiss("is Stable unCLIP, which isn't known here as a file", _FOLDER, ("noise_augmentor.",)),
 )

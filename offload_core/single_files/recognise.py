@@ -14,7 +14,7 @@ from ..errors import ModelError
 from ..gguf_file import SUFFIX, is_block_type, read_gguf_header
 from .layout import PartLayout, Shapes
 from .layouts import LAYOUTS
-from .near_misses import NEAR_MISSES
+from .near_misses import NEAR_MISSES, OTHER_MODELS
 
 _ARCHITECTURE = "general.architecture"  # in the metadata of GGUF files
 _NO_PICKLE = "Such a file can run code when it is opened, and never is. Use the model's .safetensors file."
@@ -107,6 +107,11 @@ def _parts(path: Path, header: Header) -> Iterator[FoundPart]:
             there = all(prefix + name in tensors for name in layout.needs)
             if there and not any(prefix + name in tensors for name in layout.lacks):
                 yield FoundPart(path, header, layout, prefix)
+
+
+def another_model(header: Header) -> str:
+    """Which model that isn't known a file is, though it holds known parts, in words; empty if it doesn't look so."""
+    return next((f"{miss.what}. {miss.advice}" for miss in OTHER_MODELS if miss.fits(header.tensors)), "")
 
 
 def what_else(header: Header) -> str:

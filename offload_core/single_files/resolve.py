@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint import Header, show
+from ..checkpoint import DTYPES, Header, show
 from ..errors import ModelError
+from ..file_reader import FileRange
 from ..library_classes import library_class
 from ..model_source import ComponentSource, ModelSource, component_class
-from ..stored_weight import StoredWeight
+from ..stored_weight import StoredWeight, read_stored
 from .encoder_classes import as_held
 from .layouts import LAYOUTS
-from .recognise import FoundPart, find_parts, open_file, what_else
+from .recognise import FoundPart, another_model, find_parts, open_file, what_else
 from .rules import convert
 from .split_files import SplitFiles
 from .template import Template, TemplatePart, folder_template, known_templates
@@ -33,6 +35,8 @@ _ROLES = {
 _GIVE = {"denoiser": "denoiser", "encoder": "encoder", "vae": "vae", "other": "encoder"}  # what every way in calls it
 _SECOND = "transformer_2"
 _WITHOUT = ("Scheduler", "Tokenizer", "Processor", "FeatureExtractor", "Guidance")  # classes that have no weights
+
+_SD2_TEXT, _SD2_BASE_STEPS = "cond_stage_model.model.", 875_000
 
 _Given = list[tuple[str, Path, Header]]
 _Parts = list[tuple[str, FoundPart]]  # what the file was given as, and the part
@@ -82,6 +86,8 @@ def _find(given: _Given) -> _Parts:
     """The parts that the files are there for. A file in which there is none is an error that says what it is."""
     parts: _Parts = []
     for name, path, header in given:
+        if other := another_model(header):
+            raise ModelError(f"{show(path.name)} {other}")
         found = [(name, part) for part in find_parts(path, header) if part.layout.role in _ROLES[name]]
         if not found:
             others = find_parts(path, header)
@@ -283,11 +289,24 @@ def _without_weights(template: Template, part: TemplatePart, files: SplitFiles, 
     return ComponentSource(part.name, part.library, part.class_name, given[0][1].parent, config, described=True)
 
 
-def _prediction(given: Iterable[tuple[str, Path, Header]]) -> dict[str, Any]:
-    """What fine-tunes say about their noise by an empty tensor in the file."""
+def _prediction(given: _Given) -> dict[str, Any]:
+    """What fine-tunes say about their noise by an empty tensor in the file, and Stable Diffusion 2 by its age."""
     names = {name for _, _, header in given for name in ("v_pred", "ztsnr") if name in header.tensors}
     config: dict[str, Any] = {"prediction_type": "v_prediction"} if "v_pred" in names else {}
+    if not config and any(_is_sd2_base(path, header) for _, path, header in given):
+        config = {"prediction_type": "epsilon"}
     return config | ({"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"} if "ztsnr" in names else {})
+
+
+def _is_sd2_base(path: Path, header: Header) -> bool:
+    """Whether a checkpoint of Stable Diffusion 2 says that it is as old as 2.0 base, the way diffusers asks
+    (`_legacy_load_scheduler` in loaders/single_file_utils.py). The number is the one thing that is read of its data."""
+    step = header.tensors.get("global_step")
+    if step is None or math.prod(step.shape) != 1 or not any(name.startswith(_SD2_TEXT) for name in header.tensors):
+        return False
+    dtype = DTYPES.get(step.dtype, (0, None))[1]
+    place = FileRange(path, header.data_start + step.begin, step.nbytes)
+    return dtype is not None and int(read_stored(StoredWeight(dtype, step.shape, (place,)))) == _SD2_BASE_STEPS
 
 
 def _fingerprint(template: Template, components: Mapping[str, ComponentSource], given: _Given) -> str:

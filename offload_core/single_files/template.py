@@ -55,12 +55,16 @@ FAMILIES = (
     "ltx-video-0.9.1",
     "ltx-video-0.9.5",
     "ltx-video-0.9.7",
+    "sd2.1",
+    "sd2.1-base",
+    "sd2-inpainting",
 )
 ALIKE = {
     "flux.1-kontext-dev": "flux.1-dev",
     "wan2.1-t2v-14b": "wan2.2-t2v-a14b",
     "qwen-image-edit": "qwen-image",
     "qwen-image-edit-2509": "qwen-image",
+    "sd2.1-base": "sd2.1",
 }
 #: Parts that a pipeline can do without and single files don't have, but for pipelines that see through an encoder.
 _LEFT_OUT = {"safety_checker", "feature_extractor", "image_encoder", "image_processor"}

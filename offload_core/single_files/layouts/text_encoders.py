@@ -2,7 +2,8 @@
 
 Sources: the names in the published files. CLIP-G comes under transformers' names and under those of
 https://github.com/mlfoundations/open_clip (src/open_clip/transformer.py), as in SDXL's checkpoint, where q, k and v are
-fused and the projection is multiplied from the other side.
+fused and the projection is multiplied from the other side. Stable Diffusion 2 reads OpenCLIP's ViT-H one layer before
+the end (`layer: "penultimate"` in its configs), so a diffusers folder lacks the last one; its checkpoints have it.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ..layout import PartLayout, Shapes, Sizes
+from ..layout import PartLayout, Shapes, Sizes, count
 from ..rules import Rule, drop, keep, rename, split, transpose
 
 CLIP_CLASSES = ("CLIPTextModel", "CLIPTextModelWithProjection")
@@ -54,6 +55,12 @@ def _open_clip(_: Shapes) -> Iterator[Rule]:
     yield drop("logit_scale")
 
 
+def _open_clip_but_the_last(shapes: Shapes) -> Iterator[Rule]:
+    yield drop(f"transformer.resblocks.{count(shapes, 'transformer.resblocks.') - 1}.{{rest}}")
+    yield drop("text_projection")
+    yield from _open_clip(shapes)
+
+
 def _clip_sizes(prefix: str) -> Any:
     def sizes(config: Mapping[str, Any]) -> Sizes:
         width, layers = config["hidden_size"], config["num_hidden_layers"]
@@ -73,6 +80,10 @@ def _open_clip_sizes(config: Mapping[str, Any]) -> Sizes:
         f"transformer.resblocks.{layers - 1}.mlp.c_fc.weight": (config["intermediate_size"], width),
         f"transformer.resblocks.{layers}.mlp.c_fc.weight": None,
     }
+
+
+def _one_layer_more_sizes(config: Mapping[str, Any]) -> Sizes:
+    return _open_clip_sizes({**config, "num_hidden_layers": config["num_hidden_layers"] + 1})
 
 
 def _t5(_: Shapes) -> Iterator[Rule]:
@@ -129,6 +140,16 @@ LAYOUTS = (
         needs=("token_embedding.weight", "transformer.resblocks.0.attn.in_proj_weight", "ln_final.weight"),
         rules=_open_clip,
         sizes=_open_clip_sizes,
+    ),
+    PartLayout(
+        name="open_clip, read before its last layer",
+        title="an OpenCLIP text encoder",
+        role="encoder",
+        classes=("CLIPTextModel",),
+        prefixes=("cond_stage_model.model.", ""),
+        needs=("token_embedding.weight", "transformer.resblocks.0.attn.in_proj_weight", "ln_final.weight"),
+        rules=_open_clip_but_the_last,
+        sizes=_one_layer_more_sizes,
     ),
     PartLayout(
         name="t5",
