@@ -14,7 +14,7 @@ from pathlib import Path
 
 from .checkpoint import Header, read_header, show
 from .errors import ModelError
-from .lycoris import changed_shape, factors_by_layer, kind_of, missing_factors
+from .lycoris import changed_shape, factors_by_layer, kind_of, missing_factors, whole_by_layer
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,8 @@ class LoraHeader:
     """dialect: how its weights are named. family: which models it seems to be for, empty if the names don't say.
 
     layers: how many layers it changes. encodes: whether it changes text encoders. factored: how many of the layers are
-    changed by a LoHa or LoKr and not by a pair of matrices.
+    changed by a LoHa or LoKr and not by a pair of matrices; whole: how many have a weight or bias that a whole
+    difference is added to.
     """
 
     dialect: str
@@ -30,6 +31,7 @@ class LoraHeader:
     layers: int
     encodes: bool
     factored: int = 0
+    whole: int = 0
 
 
 # How the two matrices of a layer end in each spelling: (down, up, dialect). `down` is (rank, in, ...), `up` is
@@ -47,10 +49,7 @@ _PAIRS: tuple[tuple[str, str, str], ...] = (
 _OTHER_KINDS: tuple[tuple[str, str], ...] = (
     (".oft_blocks", "OFT"),
     (".oft_diag", "OFT"),
-    (".diff", "full differences of weights"),
-    (".diff_b", "full differences of biases"),
     (".set_weight", "replaced weights"),
-    (".w_norm", "replaced norms"),
 )
 
 _FLUX = "FLUX, Chroma or HunyuanVideo"  # these have the same names of blocks
@@ -86,23 +85,33 @@ def read_lora_header(file: Path) -> LoraHeader:
             elif name.endswith(up_end):
                 pairs[name.removesuffix(up_end) + down_end] = (name, dialect)
     factors = factors_by_layer(header.tensors)
-    if not pairs and not factors:
+    whole = whole_by_layer(header.tensors)
+    if not pairs and not factors and not whole:
         _check_kind(file, header)
     for down, (up, _) in pairs.items():
         _check_pair(file, header, down, up)
     for layer, names in factors.items():
         _check_factors(file, header, layer, names)
+    for names in whole.values():
+        _check_whole(file, header, names)
     _check_alphas(file, header)
     dialects = Counter(dialect for _, dialect in pairs.values()) + Counter(map(kind_of, factors.values()))
-    dialect = dialects.most_common(1)[0][0] if dialects else "unknown"
-    if dialect not in ("unknown", "LoHa", "LoKr") and any(
+    dialect = dialects.most_common(1)[0][0] if dialects else "whole differences" if whole else "unknown"
+    if dialect not in ("unknown", "LoHa", "LoKr", "whole differences") and any(
         name.startswith("diffusion_model.") for name in header.tensors
     ):
         dialect = "ComfyUI"
     encodes = any(name.startswith(("text_encoder", "lora_te")) for name in header.tensors)
     widths = {down: header.tensors[down].shape[1] for down in pairs} | _widths(header, factors)
-    family = _family(widths)
-    return LoraHeader(dialect, family, len(pairs) + len(factors), encodes, len(factors))
+    family = _family(widths | _whole_widths(header, whole))
+    paired = {_layer_of(down) for down in pairs}
+    layers = len(pairs) + len(factors.keys() - paired) + len(whole.keys() - paired - factors.keys())
+    return LoraHeader(dialect, family, layers, encodes, len(factors), len(whole))
+
+
+def is_other_kind(name: str) -> bool:
+    """Whether a weight is of a kind that phases can't apply."""
+    return name.endswith(tuple(ending for ending, _ in _OTHER_KINDS))
 
 
 def rank_axis(name: str) -> int | None:
@@ -111,6 +120,11 @@ def rank_axis(name: str) -> int | None:
         if name.endswith((down_end, up_end)):
             return 0 if name.endswith(down_end) else 1
     return None
+
+
+def _layer_of(down: str) -> str:
+    """The layer of a pair, by the name of its first half."""
+    return next(down.removesuffix(end) for end, _, _ in _PAIRS if down.endswith(end))
 
 
 def _check_kind(file: Path, header: Header) -> None:
@@ -164,6 +178,14 @@ def _check_factors(file: Path, header: Header, layer: str, names: dict[str, str]
         raise ModelError(f"The LoRA {file.name} is damaged at {show(layer)}: {error}. Download it again.") from error
 
 
+def _check_whole(file: Path, header: Header, names: dict[str, str]) -> None:
+    """A difference that is no tensor of numbers to add, such as an empty marker."""
+    for name in names.values():
+        entry = header.tensors[name]
+        if not entry.shape or 0 in entry.shape:
+            raise ModelError(f"The LoRA {file.name} is damaged: {show(name)} has the shape {list(entry.shape)}.")
+
+
 def _check_alphas(file: Path, header: Header) -> None:
     """A NaN would spread to every weight of its layer, and the picture would be black."""
     from safetensors import safe_open
@@ -186,6 +208,12 @@ def _widths(header: Header, factors: dict[str, dict[str, str]]) -> dict[str, int
         layer: {what: header.tensors[name].shape for what, name in names.items()} for layer, names in factors.items()
     }
     return {layer: changed_shape(of)[1] for layer, of in shapes.items()}
+
+
+def _whole_widths(header: Header, whole: dict[str, dict[str, str]]) -> dict[str, int]:
+    """How many inputs each layer has whose weight is changed whole; 1 where only a bias or a norm is."""
+    shapes = {layer: header.tensors[next(iter(names.values()))].shape for layer, names in whole.items()}
+    return {layer: shape[1] if len(shape) > 1 else 1 for layer, shape in shapes.items()}
 
 
 def _family(widths_by_name: dict[str, int]) -> str:

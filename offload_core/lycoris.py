@@ -15,6 +15,8 @@ import torch
 _LOHA = ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b", "hada_t1", "hada_t2")
 _LOKR = ("lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b", "lokr_t2")
 FACTORS = (*_LOHA, *_LOKR)
+# What is added to a layer whole, by the endings of names: of LyCORIS' "full" kind, and of its kind for norms.
+_WHOLE = {"diff": "weight", "w_norm": "weight", "diff_b": "bias", "b_norm": "bias"}
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -31,6 +33,17 @@ def factors_by_layer(names: Iterable[str]) -> dict[str, dict[str, str]]:
         elif factor in ("alpha", "dora_scale"):
             beside.setdefault(layer, {})[factor] = name
     return {layer: factors | beside.get(layer, {}) for layer, factors in found.items()}
+
+
+def whole_by_layer(names: Iterable[str]) -> dict[str, dict[str, str]]:
+    """Of the names of a file: for each layer that something whole is added to, the full names by what they are added
+    to ("weight" or "bias")."""
+    found: dict[str, dict[str, str]] = {}
+    for name in names:
+        layer, _, ending = name.rpartition(".")
+        if layer and ending in _WHOLE:
+            found.setdefault(layer, {})[_WHOLE[ending]] = name
+    return found
 
 
 def kind_of(factors: Iterable[str]) -> str:

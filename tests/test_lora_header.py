@@ -52,6 +52,12 @@ def loha(layer: str, width: int = 8) -> dict[str, tuple]:
         (loha(KOHYA, width=768), "LoHa", "Stable Diffusion 1.5"),
         ({f"{KOHYA}.lokr_w1": (2, 2), f"{KOHYA}.lokr_w2": (4, 1024)}, "LoKr", "SDXL"),
         (loha("diffusion_model.double_blocks.0.img_mlp.0"), "LoHa", "FLUX, Chroma or HunyuanVideo"),
+        ({f"{KOHYA}.diff": (8, 2048), f"{KOHYA}.diff_b": (8,)}, "whole differences", "SDXL"),
+        (
+            pair("diffusion_model.blocks.0.cross_attn.k") | {"diffusion_model.blocks.0.cross_attn.k.diff_b": (8,)},
+            "ComfyUI",
+            "Wan",
+        ),
         (pair("transformer.somewhere.else"), "PEFT", ""),
     ],
 )
@@ -78,7 +84,8 @@ def test_a_header_says_the_dialect_and_the_family(
         ({"a.lokr_w1": (2,), "a.lokr_w2": (4, 4)}, "lokr_w1 is no matrix"),
         (loha("a") | {"a.dora_scale": (8, 1)}, "holds LoHa with DoRA"),
         ({"lora_unet_a.oft_blocks": (2, 4, 4)}, "holds OFT, which phases don't apply"),
-        ({"diffusion_model.a.diff": (8, 8)}, "full differences of weights, which phases don't apply"),
+        ({"diffusion_model.a.set_weight": (8, 8)}, "replaced weights, which phases don't apply"),
+        ({"diffusion_model.a.diff": (8, 0)}, r"'diffusion_model.a.diff' has the shape \[8, 0\]"),
         ({"model.diffusion_model.a.weight": (8, 8)}, "holds no LoRA weights"),
     ],
 )

@@ -21,6 +21,7 @@ from ..errors import ModelError
 from ..lycoris import FACTORS, changed_shape, difference, factors_by_layer, scale_of
 
 Convert = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
+Size = tuple[int, int | None]  # rows and columns of a weight, a kernel counted in the columns; None: of any number
 
 # What stands before the path of a layer, and whose it is; "" is the denoiser. The first that fits decides.
 _PREFIXES: tuple[tuple[str, str], ...] = (
@@ -84,20 +85,9 @@ def find_differences(
     ModelError for a difference that has another size than the layer that it names.
     """
     shapes = {name: {k: tuple(t.shape) for k, t in f.items() if k in FACTORS} for name, f in layers.items()}
-    sizes = {name: changed_shape(of) for name, of in shapes.items()}
-    denoiser = "unet" if "unet" in components else "transformer"
-    paths = _Paths(components, denoiser)
-    places = {name: [place] for name in layers if (place := paths.named(name)) and paths.fits(place, sizes[name])}
-    for ends in ((".lora_down.weight", ".lora_up.weight"), (".lora_A.weight", ".lora_B.weight")):
-        missing = {name: sizes[name] for name in layers if name not in places}
-        places |= dict(_converted(missing, ends, convert, paths))
+    places = places_of({name: changed_shape(of) for name, of in shapes.items()}, components, convert, file, _takes)
     found = []
     for name, tensors in layers.items():
-        if name not in places and (place := paths.named(name)) is not None:
-            raise ModelError(
-                f"The LoRA {file.name} doesn't fit {place.component} of this model: it changes {place.layer} by a "
-                f"matrix of {sizes[name]}. It was made for a model with other sizes."
-            )
         alpha = float(tensors["alpha"]) if "alpha" in tensors else None
         factors = {what: tensor for what, tensor in tensors.items() if what in FACTORS}
         for place in places.get(name, ()):
@@ -105,11 +95,38 @@ def find_differences(
     return tuple(found), tuple(name for name in layers if name not in places)
 
 
+def places_of(
+    sizes: Mapping[str, Size],
+    components: Mapping[str, nn.Module],
+    convert: Convert,
+    file: Path,
+    takes: Callable[[nn.Module], bool],
+) -> dict[str, list[Place]]:
+    """The layers of the model that names of a file mean, by these names; those that mean none are left out.
+
+    sizes: of the weights that they change. takes: which layers can have such a change. Raises ModelError for a name
+    that says a layer of another size.
+    """
+    paths = _Paths(components, "unet" if "unet" in components else "transformer", takes)
+    places = {name: [place] for name in sizes if (place := paths.named(name)) and paths.fits(place, sizes[name])}
+    for ends in ((".lora_down.weight", ".lora_up.weight"), (".lora_A.weight", ".lora_B.weight")):
+        missing = {name: size for name, size in sizes.items() if name not in places}
+        places |= dict(_converted(missing, ends, convert, paths))
+    for name, size in sizes.items():
+        if name not in places and (place := paths.named(name)) is not None:
+            by = f"a matrix of {size}" if size[1] is not None else f"{size[0]} numbers"
+            raise ModelError(
+                f"The LoRA {file.name} doesn't fit {place.component} of this model: it changes {place.layer} by {by}. "
+                "It was made for a model with other sizes."
+            )
+    return places
+
+
 class _Paths:
     """Layers of components by the ways in which files spell them."""
 
-    def __init__(self, components: Mapping[str, nn.Module], denoiser: str) -> None:
-        self.components, self.denoiser = components, denoiser
+    def __init__(self, components: Mapping[str, nn.Module], denoiser: str, takes: Callable[[nn.Module], bool]) -> None:
+        self.components, self.denoiser, self.takes = components, denoiser, takes
         self._flat: dict[str, dict[str, str]] = {}
 
     def named(self, name: str) -> Place | None:
@@ -126,13 +143,13 @@ class _Paths:
     def _flat_paths(self, component: str) -> dict[str, str]:
         """Paths by their spelling without dots; those that would be spelt alike are left out."""
         if component not in self._flat:
-            paths = [path for path, part in self.components[component].named_modules() if _takes(part)]
+            paths = [path for path, part in self.components[component].named_modules() if self.takes(part)]
             spelt = [path.replace(".", "_") for path in paths]
             pairs = zip(spelt, paths, strict=True)
             self._flat[component] = {flat: path for flat, path in pairs if spelt.count(flat) == 1}
         return self._flat[component]
 
-    def fits(self, place: Place, size: tuple[int, int]) -> bool:
+    def fits(self, place: Place, size: Size) -> bool:
         """Whether there is such a layer, with a weight as large as a difference of this size (or these rows of it)."""
         if place.component not in self.components:
             return False
@@ -141,7 +158,9 @@ class _Paths:
         except AttributeError:
             return False
         rows = sum(stop - start for start, stop in place.rows) or size[0]
-        return _takes(layer) and (layer.weight.shape[0], math.prod(layer.weight.shape[1:])) == (rows, size[1])
+        if not self.takes(layer):
+            return False
+        return size[1] in (None, math.prod(layer.weight.shape[1:])) and layer.weight.shape[0] == rows
 
 
 def _takes(layer: nn.Module) -> bool:
@@ -149,20 +168,23 @@ def _takes(layer: nn.Module) -> bool:
 
 
 def _converted(
-    sizes: dict[str, tuple[int, int]], ends: tuple[str, str], convert: Convert, paths: _Paths
+    sizes: dict[str, Size], ends: tuple[str, str], convert: Convert, paths: _Paths
 ) -> Iterator[tuple[str, list[Place]]]:
     """What diffusers makes of layers of these names, if plain LoRAs end with `ends`."""
     names = list(sizes)
     state = {}
     for number, (name, (rows, columns)) in enumerate(sizes.items(), start=1):
-        state[name + ends[0]] = torch.full((1, columns), float(number), dtype=torch.float64)
+        state[name + ends[0]] = torch.full((1, columns or 1), float(number), dtype=torch.float64)
         state[name + ends[1]] = torch.arange(1, rows + 1, dtype=torch.float64)[:, None]
         if ends[0] == ".lora_down.weight":  # some converters ask for it; with rank 1 nothing is scaled
             state[f"{name}.alpha"] = torch.ones((), dtype=torch.float64)
     try:
         became = convert(state) if state else {}
     except (ValueError, KeyError, IndexError, AttributeError, AssertionError, NotImplementedError, RuntimeError):
-        return  # it knows no plain LoRA of such names either
+        if len(names) > 1:  # one name that it doesn't know may keep it from all others
+            for name in names:
+                yield from _converted({name: sizes[name]}, ends, convert, paths)
+        return
     places: dict[str, list[Place]] = {}
     for key, down in became.items():
         path, is_down, _ = key.partition(".lora_A")
@@ -218,6 +240,11 @@ class WithDifference(nn.Module):
             self.register_parameter(name, nn.Parameter(own, requires_grad=False))
 
     @property
+    def real_layer(self) -> nn.Module:
+        """The library's own layer inside."""
+        return getattr(self.base_layer, "real_layer", self.base_layer)
+
+    @property
     def weight(self) -> Any:
         """Some models look at the dtype of a layer's weight."""
         return self.base_layer.weight
@@ -232,18 +259,15 @@ class WithDifference(nn.Module):
         if self.rows:
             change = torch.cat([change[start:stop] for start, stop in self.rows])
         change = (change * self.scale).to(x.dtype).view(self.shape)
-        base: Any = self.base_layer
-        while isinstance(base, WithDifference):
-            base = base.base_layer
-        more = nn.functional.linear(x, change) if isinstance(base, nn.Linear) else base._conv_forward(x, change, None)
+        real: Any = self.real_layer
+        more = nn.functional.linear(x, change) if isinstance(real, nn.Linear) else real._conv_forward(x, change, None)
         return result + more.to(result.dtype)
 
 
-def wear_differences(module: nn.Module, differences: Iterable[Difference], strength: float, dtype: torch.dtype) -> None:
-    """Puts the differences on the layers of a component that they name, beside the LoRAs that are there already."""
-    for of in differences:
-        parent, _, name = of.place.layer.rpartition(".")
-        owner: Any = module.get_submodule(parent)
-        while not isinstance(layer := owner.get_submodule(name), WithDifference) and hasattr(layer, "base_layer"):
-            owner, name = layer, "base_layer"  # peft's
-        setattr(owner, name, WithDifference(layer, of, strength, dtype))
+def wear_difference(module: nn.Module, of: Difference, strength: float, dtype: torch.dtype) -> None:
+    """Puts a difference on the layer of a component that it names, beside the LoRAs that are there already."""
+    parent, _, name = of.place.layer.rpartition(".")
+    owner: Any = module.get_submodule(parent)
+    while not hasattr(layer := owner.get_submodule(name), "real_layer") and hasattr(layer, "base_layer"):
+        owner, name = layer, "base_layer"  # peft's
+    setattr(owner, name, WithDifference(layer, of, strength, dtype))

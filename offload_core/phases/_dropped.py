@@ -12,7 +12,13 @@ Convert = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
 
 
 def dropped_names(shapes: Mapping[str, tuple[int, ...]], convert: Convert) -> tuple[str, ...]:
-    """Names of a file that are in nothing that `convert` returns; empty if that can't be told.
+    """Names of a file that are in nothing that `convert` returns; empty if that can't be told."""
+    kept = kept_names(shapes, convert)
+    return () if kept is None else tuple(name for name in shapes if not name.endswith("alpha") and name not in kept)
+
+
+def kept_names(shapes: Mapping[str, tuple[int, ...]], convert: Convert) -> frozenset[str] | None:
+    """Names of a file, but for alphas, that are in what `convert` returns; None if that can't be told.
 
     shapes: of the file's weights. The converter is asked with stand-ins of rank 1 that hold one number each, their own,
     and with alphas of 1, so that nothing is scaled. Where it returns something that it computed, it can't be told what
@@ -24,10 +30,10 @@ def dropped_names(shapes: Mapping[str, tuple[int, ...]], convert: Convert) -> tu
     try:
         came = {_number(tensor) for key, tensor in convert(state).items() if not key.endswith("alpha")}
     except (ValueError, KeyError, IndexError, AttributeError, AssertionError, NotImplementedError, RuntimeError):
-        return ()
+        return None
     if not came <= set(numbers.values()):
-        return ()
-    return tuple(name for name, number in numbers.items() if number not in came)
+        return None
+    return frozenset(name for name, number in numbers.items() if number in came)
 
 
 def _stand_in(name: str, shape: tuple[int, ...], number: float) -> torch.Tensor:

@@ -14,11 +14,12 @@ from .._report_table import human_bytes
 from ..checkpoint import content_mark, read_header
 from ..devices import is_out_of_memory
 from ..errors import ColdWeightError, InputError, ModelError, TraceError
-from ..lora_header import read_lora_header
+from ..lora_header import is_other_kind, read_lora_header
 from ._cold import make_added_cold
-from ._differences import Difference, find_differences, split_factors, wear_differences
+from ._differences import Difference, find_differences, split_factors, wear_difference
 from ._dropped import dropped_names
 from ._ports import attach_gate
+from ._whole_differences import WholeDifference, find_whole, split_whole, wear_whole
 
 if TYPE_CHECKING:
     import torch
@@ -31,8 +32,8 @@ class Lora:
     """A LoRA file and its strength (1.0 is as trained).
 
     fingerprint: of the file's content. encodes: whether it changes text encoders, so that embeddings depend on it.
-    family: which models it seems to be for by its names, empty if they don't say. factored: whether it has layers of
-    LoHa or LoKr.
+    family: which models it seems to be for by its names, empty if they don't say. beside: whether it holds anything but
+    pairs of matrices: LoHa, LoKr, whole differences.
     """
 
     path: str = field(repr=False)
@@ -40,7 +41,7 @@ class Lora:
     fingerprint: str = field(repr=False)
     encodes: bool = field(repr=False)
     family: str = field(default="", repr=False)
-    factored: bool = field(default=False, repr=False)
+    beside: bool = field(default=False, repr=False)
 
     def file(self) -> Path:
         """The file, unless it changed since the handle was made (ModelError)."""
@@ -80,7 +81,8 @@ def _as_lora(item: Any) -> Lora:
         raise ModelError(f"The LoRA {file.name} isn't a safetensors file; pickled weights aren't loaded. Convert it.")
     header = read_lora_header(file)
     mark = content_mark(file)
-    return Lora(str(file.resolve()), float(scale), mark, header.encodes, header.family, bool(header.factored))
+    beside = bool(header.factored or header.whole)
+    return Lora(str(file.resolve()), float(scale), mark, header.encodes, header.family, beside)
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ class _Weights:
     state: dict[str, Any]
     alphas: dict[str, Any] | None
     metadata: dict[str, Any] | None
-    differences: tuple[Difference, ...] = ()
+    differences: tuple[Difference | WholeDifference, ...] = ()
     lost: tuple[str, ...] = ()
 
     def touches(self, component: str) -> bool:
@@ -105,7 +107,7 @@ class _Weights:
         """Whether it has weights of a plain LoRA for a component."""
         return any(key.startswith(f"{component}.") for key in self.state)
 
-    def differences_of(self, component: str) -> Iterator[Difference]:
+    def differences_of(self, component: str) -> Iterator[Difference | WholeDifference]:
         return (one for one in self.differences if one.place.component == component)
 
     def elements(self, component: str) -> int:
@@ -233,8 +235,8 @@ def _unused_note(weights: _Weights, phase: Phase, owned: set[str]) -> str:
 
 def _read(phase: Phase, adapter: str, lora: Lora) -> _Weights:
     file, pipeline = lora.file(), phase.pipeline
-    if lora.factored:
-        return _read_factored(phase, adapter, lora)
+    if lora.beside and (weights := _with_differences(phase, adapter, lora)) is not None:
+        return weights
     weights = _as_weights(adapter, lora, _converted(pipeline, lora, str(file.parent), weight_name=file.name))
     if phase.name != "denoise":  # the only one that tells
         return weights
@@ -242,19 +244,28 @@ def _read(phase: Phase, adapter: str, lora: Lora) -> _Weights:
     return replace(weights, lost=dropped_names(shapes, functools.partial(_converted_alone, pipeline)))
 
 
-def _read_factored(phase: Phase, adapter: str, lora: Lora) -> _Weights:
-    """A file of LoHa or LoKr, perhaps with plain pairs for other layers."""
+def _with_differences(phase: Phase, adapter: str, lora: Lora) -> _Weights | None:
+    """A file of LoHa or LoKr or whole differences, perhaps with plain pairs. None if diffusers takes all of it."""
     from safetensors.torch import load_file
 
     file = lora.file()
     state = load_file(file)
-    layers = split_factors(state)
     modules = {name: component.module for name, component in phase.components.items()}
     convert = functools.partial(_converted_alone, phase.pipeline)
-    differences, lost = find_differences(layers, modules, convert, file)
-    lost += dropped_names({name: tuple(tensor.shape) for name, tensor in state.items()}, convert) if state else ()
+    layers = split_factors(state)
+    whole = split_whole(state, convert)
+    if not layers and not whole:
+        return None
+    factored, lost = find_differences(layers, modules, convert, file)
+    added, without = find_whole(whole, modules, convert, file)
+    others = tuple(name for name in state if is_other_kind(name))
+    for name in others:
+        del state[name]
+    shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    dropped = dropped_names(shapes, convert) if state else ()
     pairs = _converted(phase.pipeline, lora, state) if state else {}
-    return replace(_as_weights(adapter, lora, pairs), differences=differences, lost=lost)
+    found = _as_weights(adapter, lora, pairs)
+    return replace(found, differences=(*factored, *added), lost=(*lost, *without, *others, *dropped))
 
 
 def _as_weights(adapter: str, lora: Lora, read: Any) -> _Weights:
@@ -303,7 +314,11 @@ def _apply(cls: Any, name: str, loras: list[_Weights], dtype: torch.dtype, modul
     if pairs:
         (_apply_to_encoder if _is_encoder(module) else _apply_to_denoiser)(cls, name, pairs, module)
     for weights in loras:
-        wear_differences(module, weights.differences_of(name), weights.lora.scale, dtype)
+        for one in weights.differences_of(name):
+            if isinstance(one, WholeDifference):
+                wear_whole(module, one, weights.lora.scale, dtype)
+            else:
+                wear_difference(module, one, weights.lora.scale, dtype)
 
 
 def _apply_to_denoiser(cls: Any, name: str, loras: list[_Weights], module: Any) -> None:
