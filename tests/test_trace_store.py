@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,12 @@ import offload_core as po
 from offload_core import trace_store
 from offload_core.foresight import foresee_decode, foresee_denoise, foresee_encode, foresee_job
 from offload_core.phases import PhaseTrace, TracedCall
+from offload_core.phases._companions import Companion
 from offload_core.plan import ComponentJob, PhaseJob, Rates
 from offload_core.small_files import cache_folder
 from offload_core.streaming import PartSize, WeightSize
 from offload_core.trace import Stretch, Trace, TracedWeight, Tracer
-from offload_core.trace_store import TraceStore, asked_values
+from offload_core.trace_store import TraceStore, asked_of, asked_values
 from staging import job, tiny_model, words
 
 RATES = Rates({"float32": 1e9}, 1e9, 1e-6, disk_bytes_per_s=1e6, cached_bytes_per_s=1e7)
@@ -76,6 +78,17 @@ def test_other_libraries_mean_other_traces(tmp_path: Path, monkeypatch: pytest.M
     list(store.ways("job", lambda: [way()]))
     monkeypatch.setattr("importlib.metadata.version", lambda name: "99")
     assert list(store.ways("job", lambda: [way(512)])) == [way(512)]
+
+
+def test_what_a_model_is_loaded_with_means_other_traces() -> None:
+    """Another ControlNet or IP-Adapter makes the same pipeline of the same folder."""
+    model = po.load(tiny_model("sd15"), device="cpu")
+    controlled, other = (
+        replace(model, companions=(Companion("controlnet", "folder", "diffusers", print_),)) for print_ in "ab"
+    )
+    adapted, again = (replace(model, ip_adapter=po.IPAdapter("file", fingerprint=print_)) for print_ in "ab")
+    asked = [asked_of(handle) for handle in (model, controlled, other, adapted, again)]
+    assert all(one not in asked[:place] for place, one in enumerate(asked))
 
 
 def test_tensors_and_pictures_are_asked_for_by_their_layout_and_masks_by_their_values() -> None:

@@ -134,6 +134,25 @@ def test_a_fused_weight_and_bias_are_taken_apart_by_their_rows(tmp_path: Path) -
 
 
 @pytest.mark.slow
+def test_packed_weights_can_have_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is unpacked is added to, the same streamed as whole."""
+    monkeypatch.setattr("offload_core.phases._weight_storage._LARGE", 512)
+    layers = ("transformer_blocks.0.attn.to_q", "norm_out.linear")
+    state = {
+        f"transformer.{path}.{'diff' if part == 'weight' else 'diff_b'}": change
+        for (_, path, part), change in changes_of("flux", {"transformer": layers}).items()
+    }
+    save_file(state, tmp_path / "x.safetensors")
+    given = ((tmp_path / "x.safetensors", 0.7),)
+    whole, _ = pictures("flux", *given, weight_storage="fp8")
+    streamed, session = pictures("flux", *given, weight_storage="fp8", settings=TIGHT)
+    assert session.report.phases[1].streamed_bytes > 0
+    assert torch.equal(whole, streamed)
+    assert not torch.equal(whole, pictures("flux", *given)[0])  # packing changes bits
+    assert not torch.equal(whole, pictures("flux", weight_storage="fp8")[0])
+
+
+@pytest.mark.slow
 def test_a_plan_knows_what_whole_differences_weigh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PHASE_OFFLOAD_CACHE", str(tmp_path / "cache"))
     changes = changes_of("sd15", {"unet": UNET})
