@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import offload_core as po
+import vgpu
 from lora_files import make_lora
 from offload_core.foresight import foresee_denoise
 from offload_core.phases._differences import Difference, Place, wear_difference
@@ -18,7 +19,8 @@ from offload_core.phases._loras import _converted_alone
 from offload_core.phases._whole_differences import WholeDifference, find_whole, split_whole, wear_whole
 from offload_core.plan import Rates
 from offload_core.tiny_models.running import align, load_tiny
-from staging import job, staged, tiny_model, words
+from staging import job, tiny_model, words
+from vgpu.runner import run_on_vgpu
 
 RATES = Rates({"float32": 1e9}, 1e9, 1e-6, disk_bytes_per_s=1e6, cached_bytes_per_s=1e7)
 Changes = dict[tuple[str, str, str], torch.Tensor]  # by component, layer, and "weight" or "bias"
@@ -77,9 +79,14 @@ def twin(name: str, changes: Changes, strength: float, plain: Path | None = None
     return torch.as_tensor(pipeline(**call, output_type="pt", generator=torch.Generator().manual_seed(3))[0]).float()
 
 
-def pictures(name: str, *files: tuple[Path, float], **load: Any) -> tuple[torch.Tensor, po.Session]:
-    call = job(name, guided=True)
-    return staged(tiny_model(name), words(name), call, dtype="float32", seed=3, loras=list(files), **load)
+def pictures(
+    name: str, *files: tuple[Path, float], device: str = "cpu", **load: Any
+) -> tuple[torch.Tensor, po.Session]:
+    session = po.Session()
+    handle = po.load(tiny_model(name), device=device, dtype="float32", loras=list(files), **load)
+    embeds = po.encode(handle, **words(name), session=session)
+    latents = po.denoise(handle, embeds, seed=3, session=session, **job(name, guided=True))
+    return torch.as_tensor(po.decode(handle, latents, "pt", session=session)).float(), session
 
 
 def notes(session: po.Session) -> str:
@@ -131,6 +138,27 @@ def test_a_fused_weight_and_bias_are_taken_apart_by_their_rows(tmp_path: Path) -
     }
     save_file(state, tmp_path / "x.safetensors")
     assert torch.equal(pictures("flux", (tmp_path / "x.safetensors", 1.0))[0], twin("flux", changes, 1.0))
+
+
+def on_a_device(file: str) -> dict[str, Any]:
+    device = vgpu.install()
+    expected, _ = pictures("sd15", (Path(file), 0.7), device="cpu")
+    found, session = pictures("sd15", (Path(file), 0.7), device="auto", settings=TIGHT)
+    denoise = session.report.phases[1]
+    return {
+        "equal": torch.equal(found, expected),
+        "on": denoise.device,
+        "streamed": denoise.streamed_bytes > 0,
+        "leaked": [phase.leaked_bytes for phase in session.report.phases],
+        "held": device.current(),
+    }
+
+
+@pytest.mark.slow
+def test_an_accelerator_gives_the_cpus_bits_and_gets_every_byte_back(tmp_path: Path) -> None:
+    file = written(tmp_path / "x.safetensors", changes_of("sd15", {"unet": UNET, "text_encoder": CLIP}))
+    found = run_on_vgpu(on_a_device, str(file))
+    assert found == {"equal": True, "on": "vgpu:0", "streamed": True, "leaked": [0, 0, 0], "held": 0}
 
 
 @pytest.mark.slow
