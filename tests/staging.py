@@ -40,6 +40,7 @@ ENCODE_NEEDS = {
     "wan_vace": ("reference_images", "height", "width", "num_frames"),
     "ltx_condition": FROM_A_PICTURE,
     "cogvideox_i2v": FROM_A_PICTURE,
+    "ace_step": ("lyrics", "audio_duration"),
     "pixart_sigma": ("height", "width", "use_resolution_binning", "clean_caption"),
 }
 
@@ -97,10 +98,14 @@ def one_shot(
 def staged(
     path: Path, texts: dict[str, Any], call: dict[str, Any], *, dtype: Any, seed: int, **load: Any
 ) -> tuple[torch.Tensor, po.Session]:
-    """The same in three phases: pictures, and the session with its report."""
+    """The same in three phases: pictures or sounds, and the session with its report."""
     session = po.Session()
     handle = po.load(path, device="cpu", dtype=dtype, **load)
     embeds = po.encode(handle, **texts, session=session)
     latents = po.denoise(handle, embeds, seed=seed, session=session, **call)
+    if latents.only_sound:
+        sound = po.decode_sound(handle, latents, session=session)
+        assert sound is not None
+        return sound[0], session
     pictures = po.decode(handle, latents, "pt", session=session)
     return torch.as_tensor(pictures).float(), session

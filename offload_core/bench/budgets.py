@@ -21,6 +21,7 @@ from ..phases._scope import OpenPhase, Phase
 from ..plan import Plan, Rates
 from ..report import PhaseReport
 from ..session import Session
+from .decoded import decode_only
 from .foresight_cases import ROOMY_BYTES, SETTINGS, AnyCase, Case, Foretold, Poll, Polled, failure
 from .live_bytes import LiveBytes
 
@@ -118,7 +119,7 @@ def run_planned(case: AnyCase, plan: Plan, budget: int, poll: Poll) -> list[Phas
     handle = _handle(case, budget)
     embeds = encode(handle, **case.call, session=session, plan=plan)
     latents = denoise(handle, embeds, session=session, plan=plan)
-    decode(handle, latents, "pt", session=session, plan=plan)
+    decode_only(handle, latents, session, plan)
     return session.report.phases
 
 

@@ -12,12 +12,13 @@ import torch
 
 from ..errors import BudgetError
 from ..known import known_machine
-from ..phases import Embeds, Handle, Latents, decode, decode_sound, denoise, encode, load
+from ..phases import Embeds, Handle, Latents, denoise, encode, load
 from ..phases._roles import Role, models, role_of
 from ..rates import rates_of
 from ..session import Session, SilentObserver
 from ..tiny_models import load_tiny, run_all
 from .budgets import phase_activations, run_planned
+from .decoded import decode_only, decoded_whole
 from .family_cases import AskedCase, FamilyCase
 from .family_loras import apply_whole, write_lora
 from .foresight_cases import ROOMY_BYTES, SETTINGS, Foretold, Poll, Polled, failure
@@ -101,7 +102,7 @@ class _Run:
         session.observer = observers["denoise"]
         latents = _denoised(self.handle, embeds, session)
         session.observer = observers["decode"]
-        decode(self.handle, latents, "pt", session=session)
+        decode_only(self.handle, latents, session)
         session.observer = Polled(self.poll)
         same = self._same(self.handle, latents, session)
         self.made = embeds, latents
@@ -174,7 +175,7 @@ class _Run:
         phases: dict[str, Callable[[Session], Any]] = {
             "encode": lambda session: encode(self.handle, **self.asked.call, session=session),
             "denoise": lambda session: _denoised(self.handle, embeds, session),
-            "decode": lambda session: decode(self.handle, latents, "pt", session=session),
+            "decode": lambda session: decode_only(self.handle, latents, session),
         }
         session = Session()
         for name, run in phases.items():
@@ -203,11 +204,8 @@ class _Run:
         self, handle: Handle, latents: Latents, session: Session, expected: tuple[torch.Tensor, ...] | None = None
     ) -> bool:
         """Whether what `latents` are decoded to, sound included, is `expected`, bit for bit."""
-        made = [torch.as_tensor(decode(handle, latents, "pt", session=session)).float()]
-        if latents.sound is not None:
-            sound = decode_sound(handle, latents, session=session)
-            made += [sound[0]] if sound is not None else []
-        return _equal(tuple(made), self.expected if expected is None else expected)
+        made = decoded_whole(handle, latents, session)
+        return _equal(made, self.expected if expected is None else expected)
 
 
 class _Polls(SilentObserver):

@@ -60,10 +60,13 @@ def clip_tokenizer(pad_token: str = "<|endoftext|>") -> CLIPTokenizer:
     return CLIPTokenizer(vocab=_numbered(tokens), merges=[], pad_token=pad_token, model_max_length=CLIP_LENGTH)
 
 
-def t5_tokenizer() -> T5Tokenizer:
-    """Return a letter-level T5 (and umT5) tokenizer: pad 0, end 1, unknown 2, then the printable ASCII characters."""
+def t5_tokenizer(length: int = 512) -> T5Tokenizer:
+    """Return a letter-level T5 (and umT5) tokenizer: pad 0, end 1, unknown 2, then the printable ASCII characters.
+
+    length: of a text at most.
+    """
     vocab = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), *((piece, -2.0) for piece in LETTERS)]
-    return T5Tokenizer(vocab=vocab, extra_ids=0, model_max_length=512)
+    return T5Tokenizer(vocab=vocab, extra_ids=0, model_max_length=length)
 
 
 def qwen_tokenizer(**options: Any) -> Qwen2Tokenizer:

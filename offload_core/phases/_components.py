@@ -26,6 +26,9 @@ from ._stored import bind_stored, promise_stored
 from ._weight_storage import packed_weights
 
 SMALL_STATE_BYTES = 2**20
+# Weights that pipelines read themselves, of components that may be cold then: they are read from the file whatever
+# their size. Source: diffusers 0.42, AceStepPipeline.
+_READ_BY_PIPELINES = {"AceStepConditionEncoder": ("null_condition_emb", "silence_latent")}
 
 # diffusers, transformers and accelerate patch torch for the whole process while they build a model without weights.
 _BUILDING = threading.RLock()
@@ -234,7 +237,7 @@ def _take_weights(
 ) -> None:
     """Makes a skeleton's parameters cold ones and its small buffers those of the files."""
     make_cold(skeleton, source.name, device, dtype, buffers=False)
-    _read_small_buffers(skeleton, source, dtype, device, stored)
+    _read_small_state(skeleton, source, dtype, device, stored)
 
 
 def _from_config(cls: Any, source: ComponentSource, dtype: torch.dtype) -> nn.Module:
@@ -259,7 +262,7 @@ def names_of(module: nn.Module) -> list[str]:
     return [name for name, _ in (*parameters, *module.named_buffers(remove_duplicate=False))]
 
 
-def _read_small_buffers(
+def _read_small_state(
     module: nn.Module,
     source: ComponentSource,
     dtype: torch.dtype,
@@ -267,24 +270,46 @@ def _read_small_buffers(
     stored: Mapping[str, StoredWeight] | None,
 ) -> None:
     """Buffers are real: a pipeline reads a VAE's statistics without loading the VAE. Those that a file holds are read
-    from it, large ones are cold."""
+    from it, large ones are cold unless the pipeline reads them. So are the few parameters that it reads."""
+    read = _reader(source, dtype, stored)
+    wanted = _READ_BY_PIPELINES.get(source.class_name, ())
+    for name, buffer in list(module.named_buffers()):
+        owner, _, key = name.rpartition(".")
+        if buffer.nbytes <= SMALL_STATE_BYTES or name in wanted:
+            found = read(name, buffer.shape)
+            value = (buffer if found is None else found).to(device)
+        else:
+            value = cold_like(buffer, f"{source.name}.{name}", device)
+        module.get_submodule(owner)._buffers[key] = value
+    for name, parameter in list(module.named_parameters()):
+        found = read(name, parameter.shape) if name in wanted else None
+        if found is not None:
+            owner, _, key = name.rpartition(".")
+            module.get_submodule(owner)._parameters[key] = nn.Parameter(found.to(device), requires_grad=False)
+
+
+def _reader(
+    source: ComponentSource, dtype: torch.dtype, stored: Mapping[str, StoredWeight] | None
+) -> Callable[[str, torch.Size], torch.Tensor | None]:
+    """Gives a tensor of the component's files by its name, in `dtype` if it is of numbers; None if they have none."""
     from safetensors import safe_open
 
     files = source.weight_files if stored is None else ()
     where = {name: file for file in files for name in read_header(file).tensors}
-    for name, buffer in list(module.named_buffers()):
-        in_file = name in where or (stored is not None and name in stored)
-        if in_file and buffer.nbytes <= SMALL_STATE_BYTES:
-            if stored is not None:
-                buffer = read_stored(stored[name]).view(buffer.shape)
-            else:
-                with safe_open(where[name], framework="pt") as file:
-                    buffer = file.get_tensor(name)
-            buffer = buffer.to(dtype) if buffer.dtype.is_floating_point else buffer.clone()
-        owner, _, key = name.rpartition(".")
-        small = buffer.nbytes <= SMALL_STATE_BYTES
-        cold = cold_like(buffer, f"{source.name}.{name}", device)
-        module.get_submodule(owner)._buffers[key] = buffer.to(device) if small else cold
+
+    def read(name: str, shape: torch.Size) -> torch.Tensor | None:
+        if stored is not None:
+            found = read_stored(stored[name]).view(shape) if name in stored else None
+        elif name in where:
+            with safe_open(where[name], framework="pt") as file:
+                found = file.get_tensor(name)
+        else:
+            found = None
+        if found is None:
+            return None
+        return found.to(dtype) if found.dtype.is_floating_point else found.clone()
+
+    return read
 
 
 def from_files(source: ComponentSource, dtype: torch.dtype) -> nn.Module:

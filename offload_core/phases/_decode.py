@@ -24,11 +24,12 @@ from ._layout import Layout
 from ._marks import vae_mark
 from ._plain import Plain, from_plain, to_plain
 from ._ports import Port, StopPort
-from ._records import Latents
+from ._records import Latents, Sound
 from ._roles import Role, models, role_of
 from ._scope import OpenPhase, Phase
 from ._stretches import Stretches, can_stretch, decode_in_stretches
-from ._tiling import TILE_PIXELS, tile
+from ._tiling import TILE_PIXELS, tile, tile_words
+from ._waveforms import ending_of, only_sound
 
 Arguments = Callable[[], Any]  # makes the arguments of `vae.decode`, fresh for every try
 
@@ -81,16 +82,17 @@ def decode_many(
     whole is decoded in tiles, too. plan: of the most demanding one. Raises what `decode` does, and InputError for no
     latents; then there are no pictures of any.
     """
-    tiling = tiling or handle.settings.vae_tiling
     if output_type not in OUTPUT_TYPES:
         raise InputError(f"output_type is {output_type!r}; use one of {', '.join(OUTPUT_TYPES)}.")
-    if tiling not in TILE_SIZES:
-        raise InputError(f"tiling is {tiling!r}; use auto, on or off.")
+    tiling = check_tiling(handle, tiling)
     source = handle.source()
     for latents in need_jobs(jobs):
         check_latents(handle, source, latents)
+        if latents.only_sound:
+            raise InputError(f"{latents.pipeline} makes sound and no picture: decode these latents with decode_sound.")
     session, made = session or Session(), []
-    for (name, dtype, by_blocks), group in itertools.groupby(jobs, key=functools.partial(_way, handle, source)):
+    for (name, _, by_blocks), same in itertools.groupby(jobs, key=functools.partial(_way, handle, source)):
+        group = list(same)
         owned = {name} | {tail for tail, part in models(source) if role_of(part) is Role.TAIL}
         port = PicturePort()
         others = {other: StopPort() for other, part in models(source) if role_of(part) is Role.VAE}
@@ -98,11 +100,9 @@ def decode_many(
         with OpenPhase(handle, source, "decode", session, ports, owned, plan) as phase:
             component = phase.components[name]
             component.skip = ENCODER_HALF
-            # What the pipeline did to its VAE before decoding: an SDXL VAE in float16 is upcast.
-            recast = getattr(torch, dtype)
-            component.recast = recast if recast != component.dtype else None
-            decoder = _Decoder(phase, component, tiling)
-            for latents in each_job(phase, list(group)):
+            use_dtype_of(group[0], component)
+            decoder = Decoder(phase, component, tiling)
+            for latents in each_job(phase, group):
                 if by_blocks:
                     made.append(_finish_by_blocks(phase, port, decoder, latents, output_type))
                 else:
@@ -111,13 +111,27 @@ def decode_many(
     return made
 
 
+def check_tiling(handle: Handle, tiling: str | None) -> str:
+    """How to decode, the handle's way for None. Raises InputError for what isn't one."""
+    tiling = tiling or handle.settings.vae_tiling
+    if tiling not in TILE_SIZES:
+        raise InputError(f"tiling is {tiling!r}; use auto, on or off.")
+    return tiling
+
+
+def use_dtype_of(latents: Latents, component: Component) -> None:
+    """What the pipeline did to its VAE before decoding: an SDXL VAE in float16 is upcast."""
+    recast = getattr(torch, latents.dtype)
+    component.recast = recast if recast != component.dtype else None
+
+
 def _way(handle: Handle, source: ModelSource, latents: Latents) -> tuple[str, str, bool]:
     """The VAE that decodes, its dtype, and whether the model's own last blocks finish the picture."""
     by_blocks = latents.rest is not None and source.blocks is not None and latents.pipeline == handle.pipeline
     return latents.component, latents.dtype, by_blocks
 
 
-def _finish_by_blocks(phase: Phase, port: PicturePort, decoder: _Decoder, latents: Latents, output_type: str) -> Any:
+def _finish_by_blocks(phase: Phase, port: PicturePort, decoder: Decoder, latents: Latents, output_type: str) -> Any:
     asked = functools.partial(decode_arguments, latents, decoder.component.module, phase.device)
     port.start(latents, asked, functools.partial(decoder.decode, whole=True))
     pictures = phase.pipeline.finish(latents.rest, phase.device, output_type)
@@ -158,7 +172,8 @@ class PicturePort:
 def latents_from_samples(handle: Handle, samples: torch.Tensor) -> Latents:
     """Latents from a bare ComfyUI LATENT (unscaled VAE output), for this model's VAE.
 
-    samples: (B, C, h, w) or (B, C, T, h, w). Raises RecordError if they can't be latents of this VAE.
+    samples: (B, C, h, w) or (B, C, T, h, w); (B, C, T) for a model that makes sound alone, which then is decoded whole.
+    Raises RecordError if they can't be latents of this VAE.
     """
     source = handle.source()
     vaes = [(name, part) for name, part in models(source) if role_of(part) is Role.VAE]
@@ -171,16 +186,21 @@ def latents_from_samples(handle: Handle, samples: torch.Tensor) -> Latents:
             "This model's VAE needs more than the field samples (a decode timestep and noise). "
             "Decode latents that its own Denoise made."
         )
+    alone = only_sound(source)
     with OpenPhase(handle, source, "latents", Session()) as phase:
         layout = Layout.of(phase.components[name].module)
-    channels = int(config.get("latent_channels") or config.get("z_dim") or samples.shape[1])
+        ending = ending_of(phase.pipeline, None) if alone else None
+    widths = ("latent_channels", "z_dim", "decoder_input_channels")
+    channels = int(next((config[width] for width in widths if config.get(width)), samples.shape[1]))
     channels *= 4 if layout.kind == "flux2" else 1
-    dimensions = 5 if config.get("z_dim") or "temporal_compression_ratio" in config else samples.ndim
+    dimensions = 5 if config.get("z_dim") or "temporal_compression_ratio" in config else 3 if alone else samples.ndim
     layout.check(samples, torch.Size([1, channels, *[1] * (dimensions - 2)]))
     dtype = handle.dtype_of(part)
     dtype = torch.float32 if dtype == torch.float16 and config.get("force_upcast") else dtype  # as SDXL's pipeline does
     call: Plain = to_plain([[layout.to_latents(samples).to(dtype)], {"return_dict": False}], "samples")
-    return Latents(handle.pipeline, vae_mark(part), name, str(dtype).removeprefix("torch."), call, layout)
+    mark = vae_mark(part)
+    sound = Sound(name, mark, call, ending) if ending is not None else None
+    return Latents(handle.pipeline, mark, name, str(dtype).removeprefix("torch."), call, layout, sound=sound)
 
 
 def check_latents(handle: Handle, source: ModelSource, latents: Any) -> None:
@@ -196,7 +216,7 @@ def check_latents(handle: Handle, source: ModelSource, latents: Any) -> None:
         )
 
 
-class _Decoder:
+class Decoder:
     """Decodes whole, or in tiles: with "auto" first in those that are foretold to fit, and after running out of memory
     in smaller and smaller ones. What failed once isn't tried for the next picture."""
 
@@ -227,15 +247,16 @@ def _decode(
             elif index:
                 break  # whole has been tried
         elif pixels is not None:
-            phase.notes.append(f"Decoded in tiles of {pixels} pixels.")
+            phase.notes.append(f"Decoded in tiles of {tile_words(vae, pixels)}.")
         picture, failed = _try(phase, component, asked, whole)
         if failed and not reason and phase.make_room(component, share=1.0):
             picture, failed = _try(phase, component, asked, whole)
         if picture is not None:
             return picture, sizes[index:]
         reason = failed
+    tiles = f", in tiles of {tile_words(vae, pixels)} too" if pixels else ""
     raise InsufficientMemoryError(
-        f"Decode ran out of memory on {phase.device}{_in_tiles(pixels)} ({reason.splitlines()[0]}). The latents are "
+        f"Decode ran out of memory on {phase.device}{tiles} ({reason.splitlines()[0]}). The latents are "
         f"kept: decode fewer at once, {'with tiling, ' if tiling == 'off' else ''}or with device=cpu."
     )
 
@@ -273,10 +294,6 @@ def _try(
         reason = str(error) or type(error).__name__
     empty_cache(phase.device)
     return None, reason
-
-
-def _in_tiles(pixels: int | None) -> str:
-    return f", in tiles of {pixels} pixels too" if pixels else ""
 
 
 def _sample_of(output: Any) -> torch.Tensor:

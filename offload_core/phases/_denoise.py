@@ -21,7 +21,7 @@ from ..session import Session
 from ._clips import given_pictures
 from ._components import Component
 from ._encode import friendly_errors, one_negative_each, pictures_call, run_encode, with_defaults, with_pictures
-from ._handle import Handle, model_defaults
+from ._handle import COUNT_ARGUMENTS, Handle, model_defaults
 from ._jobs import each_job, need_jobs
 from ._layout import Layout
 from ._loras import plan_loras
@@ -33,8 +33,9 @@ from ._preview import Previewer
 from ._records import Embeds, Images, Latents, Sound
 from ._roles import Role, models, role_of
 from ._scope import OpenPhase, Phase
-from ._sound import frame_rate_of, makes_sound
+from ._sound import frame_rate_of
 from ._tasks import needs_pictures, starts_from_a_clip
+from ._waveforms import Ending, check_ending, ending_of, makes_sound, only_sound
 
 SEED_LIMIT = 2**64
 
@@ -121,6 +122,8 @@ def denoise_question(
     given = {**encoded, **pictures_call(handle, source, images), **kwargs}
     call = one_negative_each(with_defaults(source, given))
     check_call(call_class(source), call)
+    if only_sound(source):
+        check_ending(handle.pipeline)
     if not given_pictures(call) and needs_pictures(source):
         raise InputError(f"{source.pipeline_class} needs a picture: give Denoise the images.")
     if "video" in call and call.get("num_videos_per_prompt", 1) != 1 and starts_from_a_clip(source):
@@ -142,7 +145,9 @@ def check_denoise(handle: Handle, *, seed: int = 0, scheduler: str | None = None
     with OpenPhase(handle, source, "check", Session()) as phase:
         use_scheduler(phase, scheduler)
         check_size(phase.pipeline, call)
-        if not any(hasattr(phase.pipeline, name) for name in ("image_processor", "video_processor")):
+        if only_sound(source):
+            check_ending(handle.pipeline)
+        elif not any(hasattr(phase.pipeline, name) for name in ("image_processor", "video_processor")):
             raise InputError(f"{handle.pipeline} makes neither pictures nor videos, so it can't run in phases yet.")
 
 
@@ -262,13 +267,14 @@ def collect_latents(
 ) -> Latents:
     """What the VAE was asked in a phase with `ports` whose pipeline was called with `call`."""
     captures = [port for port in ports.values() if isinstance(port, CapturePort) and port.captured is not None]
-    used = next((port for port in captures if not makes_sound(source.components[port.component])), None)
+    alone = only_sound(source)
+    used = next((port for port in captures if alone or not makes_sound(source.components[port.component])), None)
     if used is None or used.captured is None:
         raise InputError(f"{handle.pipeline} never asked a VAE to decode, so it can't run in phases.")
-    sound = _sound(source, captures)
+    sound = _sound(source, captures, ending_of(phase.pipeline, call) if alone else None)
     if any(t.is_floating_point() and not torch.isfinite(t).all() for t in used.captured.tensors):
         raise NumericalError(
-            "Denoise produced values that aren't numbers (NaN), so there is no picture. "
+            f"Denoise produced values that aren't numbers (NaN), so there is no {'sound' if alone else 'picture'}. "
             "Try dtype=float32 or bfloat16, or less guidance."
         )
     module = phase.components[used.component].module
@@ -293,11 +299,11 @@ def _rest(phase: Phase) -> Plain | None:
     return rest
 
 
-def _sound(source: ModelSource, captures: list[CapturePort]) -> Sound | None:
+def _sound(source: ModelSource, captures: list[CapturePort], ending: Ending | None) -> Sound | None:
     for port in captures:
         part = source.components[port.component]
         if makes_sound(part) and port.captured is not None:
-            return Sound(port.component, vae_mark(part), port.captured)
+            return Sound(port.component, vae_mark(part), port.captured, ending)
     return None
 
 
@@ -350,7 +356,7 @@ def check_size(pipeline: Any, call: dict[str, Any]) -> None:
             below = value // multiple * multiple
             near = f"{below} or {below + multiple}" if below else str(multiple)
             raise InputError(f"{name} is {value}, and this model needs a multiple of {multiple}: use {near}.")
-    for name in ("num_inference_steps", "num_images_per_prompt", "num_videos_per_prompt"):
+    for name in ("num_inference_steps", *COUNT_ARGUMENTS):
         value = call.get(name)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise InputError(f"{name} is {value!r}; it must be a whole number of at least 1.")

@@ -20,6 +20,9 @@ from ._ip_adapter import IPAdapter, checked_adapter
 from ._loras import Lora, as_loras
 from ._pipeline import call_class, call_parameters
 from ._tasks import check_sibling, class_for_task, task_of
+from ._waveforms import SECONDS_ARGUMENTS, only_sound
+
+COUNT_ARGUMENTS = ("num_images_per_prompt", "num_videos_per_prompt", "num_waveforms_per_prompt")
 
 
 @dataclass(frozen=True)
@@ -106,8 +109,19 @@ class Handle:
 
     @property
     def images_name(self) -> str | None:
-        """The argument that sets how many pictures or videos one prompt gives."""
-        return _first_argument(self.source(), "num_images_per_prompt", "num_videos_per_prompt")
+        """The argument that sets how many pictures, videos or sounds one prompt gives."""
+        return _first_argument(self.source(), *COUNT_ARGUMENTS)
+
+    @property
+    def seconds_name(self) -> str | None:
+        """The argument that sets how many seconds of sound are made, of a model that makes sound alone."""
+        source = self.source()
+        return _first_argument(source, *SECONDS_ARGUMENTS) if only_sound(source) else None
+
+    @property
+    def only_sound(self) -> bool:
+        """Whether the model makes sound and no picture."""
+        return only_sound(self.source())
 
     @property
     def makes_video(self) -> bool:

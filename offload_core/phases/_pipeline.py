@@ -12,6 +12,7 @@ import torch
 from ..errors import InputError
 from ..model_source import ComponentSource, ModelSource, component_class, pipeline_class
 from ._blocks import blocks_pipeline_class, start_blocks_pipeline
+from ._waveforms import SECONDS_ARGUMENTS, check_seconds
 
 
 class _PhaseMembers:
@@ -126,6 +127,8 @@ RESERVED = ("generator", "output_type", "return_dict", "callback_on_step_end", "
 
 # Arguments whose effect comes after the VAE, or splits its work, where the phases don't run the pipeline's own code.
 UNSUPPORTED = ("padding_mask_crop", "vae_batch_size", "decode_chunk_size")
+# Sounds to start from or to sound like: their encodings aren't kept from phase to phase yet.
+UNSUPPORTED_SOUNDS = ("initial_audio_waveforms", "src_audio", "reference_audio", "audio_codes")
 
 
 def check_call(cls: Any, kwargs: dict[str, Any]) -> None:
@@ -136,8 +139,10 @@ def check_call(cls: Any, kwargs: dict[str, Any]) -> None:
     for name in kwargs:
         if name in RESERVED:
             raise InputError(f"{name} is set by the phases themselves; leave it out.")
-        if name in UNSUPPORTED and kwargs[name] is not None:
+        if name in (*UNSUPPORTED, *UNSUPPORTED_SOUNDS) and kwargs[name] is not None:
             raise InputError(f"{name} isn't supported in phases yet; leave it out.")
+        if name in SECONDS_ARGUMENTS and kwargs[name] is not None:
+            check_seconds(name, kwargs[name])
         if name not in known:
             near = difflib.get_close_matches(name, known, n=3)
             hint = f" Did you mean {' or '.join(near)}?" if near else ""

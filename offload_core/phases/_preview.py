@@ -9,6 +9,7 @@ import torch
 from ..model_source import ModelSource
 from ..session import Progress
 from ._pipeline import call_parameters
+from ._waveforms import only_sound
 
 if TYPE_CHECKING:
     from ._scope import Phase
@@ -19,6 +20,7 @@ class Previewer:
 
     def __init__(self, phase: Phase, source: ModelSource, call: dict[str, Any]) -> None:
         self.phase, self.call = phase, call
+        self.drawable = not only_sound(source)
         self.factors = source.defaults.get("latent_rgb_factors")
         self.bias = source.defaults.get("latent_rgb_bias")
         self.before: torch.Tensor | None = None
@@ -27,7 +29,7 @@ class Previewer:
 
     def arguments(self) -> dict[str, Any]:
         known = call_parameters(type(self.phase.pipeline))
-        wanted = self.phase.session.observer.wants_preview and "callback_on_step_end" in known
+        wanted = self.drawable and self.phase.session.observer.wants_preview and "callback_on_step_end" in known
         return {"callback_on_step_end": self.at_step_end} if wanted else {}
 
     def at_step_end(self, pipeline: Any, step: int, timestep: Any, values: dict[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import uuid
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from ..errors import InputError, RecordError
 from ._clips import given_pictures
 from ._layout import Layout
 from ._plain import Plain, from_plain, raw_bytes, to_plain
+from ._waveforms import KINDS, Ending
 
 FORMAT = 1
 
@@ -104,11 +105,13 @@ class Images:
 
 @dataclass(frozen=True, eq=False)
 class Sound:
-    """What the model's audio VAE was asked to decode beside the picture. component, vae, decode: as in `Latents`."""
+    """What the model's audio VAE was asked to decode. component, vae, decode: as in `Latents`. ending: of a model that
+    makes nothing else, what its pipeline does afterwards."""
 
     component: str
     vae: str = field(repr=False)
     decode: Plain = field(repr=False)
+    ending: Ending | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,7 +122,8 @@ class Latents:
     dtype: the VAE's dtype at that moment ("float32" for an SDXL VAE that must be upcast). decode: the arguments of
     `vae.decode`. layout: how `samples` relates to them. height, width: size in pixels that was asked for, if it was.
     rest: of a model made of blocks, the block that asked the VAE, and what it and those after it read. frame_rate: of a
-    video, in frames per second, where the model says. sound: of a model that makes some.
+    video, in frames per second, where the model says. sound: of a model that makes some; one that makes nothing else
+    has asked its audio VAE alone, and `decode` is of that.
     """
 
     pipeline: str
@@ -136,8 +140,14 @@ class Latents:
     sound: Sound | None = field(default=None, repr=False)
 
     @property
+    def only_sound(self) -> bool:
+        """Whether there is no picture in them: `decode_sound` decodes them, and `decode` doesn't."""
+        return self.sound is not None and self.sound.ending is not None
+
+    @property
     def samples(self) -> torch.Tensor:
-        """float32 latents as ComfyUI's LATENT holds them: unscaled VAE output, (B, C, h, w) or (B, C, T, h, w)."""
+        """float32 latents as ComfyUI's LATENT holds them: unscaled VAE output, (B, C, h, w), (B, C, T, h, w), or
+        (B, C, T) of sound."""
         return self.layout.to_samples(self._latents())
 
     def is_stale(self, samples: torch.Tensor) -> bool:
@@ -151,7 +161,9 @@ class Latents:
         self.layout.check(samples, self.samples.shape)
         tensors = list(self.decode.tensors)
         tensors[self._index()] = self.layout.to_latents(samples).to(mine.dtype).contiguous().clone()
-        return replace(self, decode=Plain(self.decode.structure, tuple(tensors)), seed=None, height=None, width=None)
+        decode = Plain(self.decode.structure, tuple(tensors))
+        sound = replace(self.sound, decode=decode) if self.sound is not None and self.only_sound else self.sound
+        return replace(self, decode=decode, sound=sound, seed=None, height=None, width=None)
 
     def _comfy_cache_tensors(self) -> list[torch.Tensor]:
         """What this holds in RAM, for ComfyUI's cache of results, which asks by this name."""
@@ -178,7 +190,10 @@ class Latents:
             plains["rest"] = self.rest
         if self.sound is not None:
             meta["sound"] = [self.sound.component, self.sound.vae]
-            plains["sound"] = self.sound.decode
+            if not self.only_sound:
+                plains["sound"] = self.sound.decode
+            if self.sound.ending is not None:
+                meta["ending"] = asdict(self.sound.ending)
         return write_plains(path, "latents", meta, plains)
 
     @classmethod
@@ -188,18 +203,34 @@ class Latents:
         text = {name: _need(meta, name, str, path) for name in ("pipeline", "vae", "component", "dtype")}
         numbers = {name: _need(meta, name, int | None, path) for name in ("seed", "height", "width")}
         layout = Layout(_need(meta, "layout", str, path), _need(plains, "layout", Plain, path).tensors)
+        decode = _need(plains, "decode", Plain, path)
         sound = None
-        if "sound" in plains:
+        if "sound" in plains or "sound" in meta:
             names = _need(meta, "sound", list, path)
             if len(names) != 2:
                 raise RecordError(f"The field sound of {Path(path).name} names no audio VAE. Make the file again.")
-            sound = Sound(str(names[0]), str(names[1]), plains["sound"])
-        decode = _need(plains, "decode", Plain, path)
+            sound = Sound(str(names[0]), str(names[1]), plains.get("sound", decode), _ending(meta, path))
         rate = meta.get("frame_rate")  # files of before lack it
         rest = plains.get("rest")
         latents = cls(**text, decode=decode, layout=layout, **numbers, rest=rest, frame_rate=rate, sound=sound)
         latents._index()
         return latents
+
+
+def _ending(meta: dict[str, Any], path: str | os.PathLike[str]) -> Ending | None:
+    if "ending" not in meta:
+        return None
+    fields = _need(meta, "ending", dict, path)
+    try:
+        ending = Ending(**fields)
+        known = ending.kind in KINDS and all(
+            sample is None or isinstance(sample, int) for sample in (ending.start_sample, ending.end_sample)
+        )
+    except TypeError:
+        known = False
+    if not known:
+        raise RecordError(f"The field ending of {Path(path).name} isn't one of this version. Make the file again.")
+    return ending
 
 
 def _write_answers(path: str | os.PathLike[str], kind: str, made: Embeds | Images) -> Path:

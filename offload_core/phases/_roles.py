@@ -20,12 +20,15 @@ class Role(Enum):
 
 
 # Components that aren't what their class says: run before the loop though they are diffusers models (LTX-2's
-# connectors), or after the VAE though they are neither (a vocoder turns decoded mel bins into sound).
+# connectors; Stable Audio's projection, whose times may then be chosen in Denoise), or after the VAE though they are
+# neither (a vocoder turns decoded mel bins into sound). What ACE-Step's encoder of conditions is asked depends on
+# nothing that only Denoise knows, so it is recorded.
 _ROLE_BY_NAME = {
     "connectors": Role.HEAD,
     "projection_model": Role.HEAD,
     "image_embedder": Role.HEAD,
     "qformer": Role.HEAD,
+    "condition_encoder": Role.ENCODER,
     "vocoder": Role.TAIL,
     "safety_checker": Role.TAIL,
 }

@@ -19,7 +19,7 @@ class Family:
     count_argument: the argument that asks for several pictures or videos of one prompt; None where none works.
     oddities: what a user of this family should know.
     title: the name that people know it by; empty for a twin of another row, which needs no line in docs/families.md.
-    task: what `call` does, where that isn't a picture or a video from texts alone.
+    task: what `call` does, where that isn't a picture, a video or a sound from texts alone.
     """
 
     name: str
@@ -45,9 +45,15 @@ class Family:
     @property
     def own_task(self) -> str:
         """What `call` does."""
-        return self.task or ("text to video" if self.makes_video else "text to image")
+        made = "sound" if self.makes_sound else "video" if self.makes_video else "image"
+        return self.task or f"text to {made}"
 
     @property
     def makes_video(self) -> bool:
         """Whether the result is frames (B, F, C, H, W) and not pictures (B, C, H, W)."""
         return "num_frames" in self.call
+
+    @property
+    def makes_sound(self) -> bool:
+        """Whether the result is a waveform (B, channels, samples) and nothing else."""
+        return any(name in self.call for name in ("audio_end_in_s", "audio_duration"))

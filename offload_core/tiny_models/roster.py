@@ -52,6 +52,8 @@ ORDER = (
     "cogvideox_i2v",
     "mochi",
     "kandinsky5",
+    "stable_audio",
+    "ace_step",
 )
 
 #: Name -> the sentence that says why it has no row.
@@ -60,7 +62,4 @@ LEFT_OUT: dict[str, str] = {
     "for guidance_embeds, which it doesn't have.",
     "Cosmos": "Its pipelines make NVIDIA's guardrail models (the package cosmos_guardrail) a part of themselves and "
     "can't be made without them; these are several models of their own, not weights that a phase could hold.",
-    "Stable Audio, ACE-Step": "What their pipelines do to the sound after the VAE (cut it to its length, level its "
-    "loudness) is written in their __call__ and not in a processor that Decode could run, so they are refused by name. "
-    "Sound beside a picture (LTX-2) ends with a vocoder, which Decode runs.",
 }

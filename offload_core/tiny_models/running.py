@@ -64,7 +64,8 @@ def align(module: torch.nn.Module) -> None:
 def run_whole(pipeline: DiffusionPipeline, *, seed: int, **kwargs: Any) -> torch.Tensor:
     """Run a loaded pipeline as its authors wrote it; kwargs go to its own call.
 
-    Returns float32 pictures (B, C, H, W) or videos (B, F, C, H, W) in 0 … 1.
+    Returns float32 pictures (B, C, H, W) or videos (B, F, C, H, W) in 0 … 1, or sounds (B, channels, samples) of about
+    -1 … 1.
     """
     return run_all(pipeline, seed=seed, **kwargs)[0]
 

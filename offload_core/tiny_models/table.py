@@ -11,6 +11,7 @@ from .family import Family
 from .more_image_table import MORE_IMAGE_ROWS
 from .more_video_families import MORE_VIDEO_ROWS
 from .pictures import picture
+from .sound_families import SOUND_ROWS
 
 REQUIRED_ROWS = (
     Family("sd15", image_families.sd15, PICTURE | UNGUIDED, GUIDANCE, title="Stable Diffusion 1.5"),
@@ -215,5 +216,5 @@ OTHER_ROWS = (
 )
 
 REQUIRED: tuple[str, ...] = tuple(row.name for row in REQUIRED_ROWS)
-_ROWS = (*REQUIRED_ROWS, *OTHER_ROWS, *MORE_IMAGE_ROWS, *CONTROL_ROWS, *MORE_VIDEO_ROWS)
+_ROWS = (*REQUIRED_ROWS, *OTHER_ROWS, *MORE_IMAGE_ROWS, *CONTROL_ROWS, *MORE_VIDEO_ROWS, *SOUND_ROWS)
 FAMILIES: dict[str, Family] = {row.name: row for row in _ROWS}

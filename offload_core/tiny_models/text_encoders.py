@@ -23,6 +23,7 @@ from transformers import (
     Qwen2_5_VLTextModel,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3Model,
     Qwen3VLConfig,
     Qwen3VLModel,
     T5Config,
@@ -68,13 +69,21 @@ def umt5_encoder(name: str, width: int = 32) -> UMT5EncoderModel:
 
 def qwen3(name: str, tokenizer: PreTrainedTokenizerBase, *, layers: int = 2, width: int = 32) -> Qwen3ForCausalLM:
     """Return a Qwen3 language model with tied output embedding, as the 4B one has."""
-    config = Qwen3Config(
+    return with_weights(Qwen3ForCausalLM(_qwen3_config(tokenizer, layers, width)), name)
+
+
+def qwen3_model(name: str, tokenizer: PreTrainedTokenizerBase, *, layers: int = 2, width: int = 32) -> Qwen3Model:
+    """Return the same without its output head, as the embedding models of Qwen3 are."""
+    return with_weights(Qwen3Model(_qwen3_config(tokenizer, layers, width)), name)
+
+
+def _qwen3_config(tokenizer: PreTrainedTokenizerBase, layers: int, width: int) -> Qwen3Config:
+    return Qwen3Config(
         **_decoder_sizes(tokenizer, layers, width),
         head_dim=16,
         tie_word_embeddings=True,
         eos_token_id=tokenizer.convert_tokens_to_ids("<|im_end|>"),
     )
-    return with_weights(Qwen3ForCausalLM(config), name)
 
 
 def qwen25_vl(
