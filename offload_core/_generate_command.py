@@ -1,4 +1,4 @@
-"""`phase-offload generate`: pictures or a video from a prompt."""
+"""`phase-offload generate`: pictures, a video or a sound from a prompt."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from . import _picture_files as files
+from . import _sound_files as sounds
 from ._console import Terminal
 from ._extra_options import (
     add_control_arguments,
@@ -25,7 +26,7 @@ from .report import RunReport
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", metavar="MODEL", help="model folder, or checkpoint file")
-    parser.add_argument("--prompt", required=True, metavar="TEXT", help="what the picture should show")
+    parser.add_argument("--prompt", required=True, metavar="TEXT", help="what the picture should show, or be heard")
     parser.add_argument("--negative-prompt", metavar="TEXT", help="what it should not show")
     parser.add_argument("--width", type=int, metavar="PIXELS", help="default: the model's own")
     parser.add_argument("--height", type=int, metavar="PIXELS", help="default: the model's own")
@@ -38,8 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "doesn't fit, such as list, those that do are named",
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="the same seed gives the same picture (0)")
-    parser.add_argument("--num-images", type=int, default=1, metavar="N", help="pictures in one go (1)")
+    parser.add_argument("--num-images", type=int, default=1, metavar="N", help="pictures, or sounds, in one go (1)")
     parser.add_argument("--frames", type=int, metavar="N", help="frames of a video; default: the model's own")
+    parser.add_argument("--seconds", type=float, metavar="X", help="of a sound; default: the model's own")
     add_lora_argument(parser)
     parser.add_argument("--device", default="auto", metavar="NAME", help="auto, cpu, cuda, cuda:1, ... (auto)")
     parser.add_argument("--dtype", default="auto", metavar="NAME", help="auto (the files' own), bfloat16, float32, ...")
@@ -48,10 +50,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--output",
         type=Path,
-        default=Path("phase-offload.png"),
         metavar="FILE",
-        help="picture to write: .png, .jpg, .webp; a video as .gif, .webp or a sequence of .png. An existing file is "
-        "replaced; several pictures become NAME-0.png, NAME-1.png, ... (phase-offload.png)",
+        help="picture to write: .png, .jpg, .webp; a video as .gif, .webp or a sequence of .png; a sound as .wav. An "
+        "existing file is replaced; several become NAME-0.png, NAME-1.png, ... (phase-offload.png or .wav)",
     )
     parser.add_argument(
         "--prompt-cache",
@@ -68,7 +69,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, terminal: Terminal) -> tuple[RunReport, list[Path]]:
     """The report of the phases, and the files that were written."""
-    files.check_picture_file(args.output)
+    if args.output is not None:
+        files.check_picture_file(args.output)
     model, pictures, control, loras = chosen_model(args), given_pictures(args), given_control(args), given_loras(args)
     settings = memory_settings(args)
     if args.prompt_cache is not None:
@@ -82,8 +84,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> tuple[RunReport, list[P
         shown_to = handle
         if pictures:
             shown_to = handle.for_pictures(masked=pictures["mask"] is not None, count=len(pictures["images"]))
-        video = shown_to.makes_video
-        files.check_picture_file(args.output, video=video)
+        output = _output_file(args.output, shown_to)
         size = {name: getattr(args, name) for name in ("width", "height") if getattr(args, name) is not None}
         options = _denoise_options(args, shown_to) | control.denoised
         options |= {} if pictures else size  # a picture brings its own to Denoise
@@ -103,12 +104,24 @@ def run(args: argparse.Namespace, terminal: Terminal) -> tuple[RunReport, list[P
             frames = {name: options[name] for name in ("num_frames",) if name in options}
             options["images"] = offload_core.encode_images(handle, **pictures, **size, **frames, **how_it_runs)
             shown["images"] = options["images"]
-        embeds = offload_core.encode(handle, args.prompt, negative, **shown, **how_it_runs)
+        how_long = {name: value for name, value in options.items() if name == handle.seconds_name}
+        embeds = offload_core.encode(handle, args.prompt, negative, **shown, **how_long, **how_it_runs)
         latents = offload_core.denoise(handle, embeds, seed=args.seed, **options, **how_it_runs)
-        images = offload_core.decode(handle, latents, output_type="pil", tiling=args.tiling, **how_it_runs)
+        writers = _decoded(handle, latents, output, video=shown_to.makes_video, tiling=args.tiling, **how_it_runs)
         if found is not None:
             found.learn(session.report)
-    return session.report, _written(args.output, images, video=video)
+    return session.report, files.write_files(writers)
+
+
+def _output_file(path: Path | None, handle: Any) -> Path:
+    """The file to write, which must be of a kind that the model makes."""
+    if handle.only_sound:
+        path = path or Path("phase-offload.wav")
+        sounds.check_sound_file(path)
+    else:
+        path = path or Path("phase-offload.png")
+        files.check_picture_file(path, video=handle.makes_video)
+    return path
 
 
 def _denoise_options(args: argparse.Namespace, handle: Any) -> dict[str, Any]:
@@ -119,19 +132,37 @@ def _denoise_options(args: argparse.Namespace, handle: Any) -> dict[str, Any]:
         if handle.guidance_name is None:
             raise InputError("This model has no guidance; leave --guidance-scale out.")
         options[handle.guidance_name] = args.guidance_scale
+    if handle.only_sound:
+        for name in ("width", "height", "frames"):
+            if getattr(args, name) is not None:
+                raise InputError(f"This model makes sound, which has no {name}; leave --{name} out.")
+    if args.seconds is not None:
+        if handle.seconds_name is None:
+            raise InputError("This model makes more than sound; leave --seconds out.")
+        options[handle.seconds_name] = args.seconds
     if args.frames is not None:
         if not handle.makes_video:
             raise InputError("This model makes pictures, not videos; leave --frames out.")
         options["num_frames"] = args.frames
     if args.num_images != 1:
         if handle.images_name is None:
-            raise InputError("This model makes one picture at a time; leave --num-images out.")
+            thing = "sound" if handle.only_sound else "picture"
+            raise InputError(f"This model makes one {thing} at a time; leave --num-images out.")
         options[handle.images_name] = args.num_images
     return options
 
 
-def _written(output: Path, images: Any, *, video: bool) -> list[Path]:
+def _decoded(
+    handle: Any, latents: Any, output: Path, *, video: bool, **options: Any
+) -> list[tuple[Path, files.Writer]]:
+    """The files of what the model made. options: of `decode`."""
+    import offload_core
+
+    if handle.only_sound:
+        sound = offload_core.decode_sound(handle, latents, **options)
+        assert sound is not None
+        return sounds.sound_writers(output, *sound)
+    images = offload_core.decode(handle, latents, output_type="pil", **options)
     if not video:
-        return files.write_files(files.picture_writers(output, images))
-    frames = images if isinstance(images[0], (list, tuple)) else [images]
-    return files.write_files(files.video_writers(output, frames))
+        return files.picture_writers(output, images)
+    return files.video_writers(output, images if isinstance(images[0], (list, tuple)) else [images])

@@ -17,17 +17,22 @@ if TYPE_CHECKING:
 PICTURE_FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".webp": "WEBP"}
 #: A video as one animated file; with an extension of a plain picture it becomes one file per frame.
 VIDEO_FORMATS = {".gif": "GIF", ".webp": "WEBP"}
+#: Of models that make sound alone (`_sound_files.py`).
+SOUND_FORMATS = (".wav",)
 FRAMES_PER_SECOND = 16
 
 Writer = Callable[[BinaryIO], None]
 
 
 def check_picture_file(path: Path, *, video: bool | None = None) -> None:
-    """Raises InputError unless `path` can be written and its extension is known (`video=None`: of either kind)."""
+    """Raises InputError unless `path` can be written and its extension is known (`video=None`: of any kind, or of a
+    sound)."""
     suffix = path.suffix.lower()
     allowed = {} if video else dict(PICTURE_FORMATS)
     if video is not False:
         allowed |= VIDEO_FORMATS | {".png": "PNG"}
+    if video is None:
+        allowed |= dict.fromkeys(SOUND_FORMATS, "")
     if suffix not in allowed:
         what = f"of type '{path.suffix}'" if path.suffix else "without an extension"
         kind = "video" if video else "picture"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,6 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_lora_argument(parser)
     parser.add_argument("--num-images", type=int, default=1, metavar="N", help="pictures in one go (1)")
     parser.add_argument("--frames", type=int, metavar="N", help="frames of a video; default: the model's own")
+    parser.add_argument("--seconds", type=float, metavar="X", help="of a sound; default: the model's own")
     parser.add_argument("--device", default="auto", metavar="NAME", help="auto, cpu, cuda, cuda:1, ... (auto)")
     parser.add_argument("--dtype", default="auto", metavar="NAME", help="auto (the files' own), bfloat16, float32, ...")
     add_weights_argument(parser)
@@ -74,6 +76,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> None:
             session=session,
             **given_pictures(args),
             **_call(args),
+            **_seconds(args.seconds, model),
         )
     terminal.say(plan_table(found))
     asked = []
@@ -131,6 +134,19 @@ def _call(args: argparse.Namespace) -> dict[str, Any]:
         "num_images_per_prompt": args.num_images if args.num_images != 1 else None,
     }
     return {name: value for name, value in given.items() if value is not None}
+
+
+def _seconds(seconds: float | None, model: Any) -> dict[str, Any]:
+    """The length of the job's sound, by the name that its pipeline has for it."""
+    if seconds is None:
+        return {}
+    from .phases import load
+
+    is_name = isinstance(model, str) and not os.path.exists(model)  # the known models make pictures and videos
+    name = None if is_name else load(model, device="cpu").seconds_name
+    if name is None:
+        raise InputError("This model makes more than sound; leave --seconds out.")
+    return {name: seconds}
 
 
 def _listing() -> str:

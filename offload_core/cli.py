@@ -96,7 +96,7 @@ def _generate(args: argparse.Namespace, terminal: Terminal) -> None:
     finish(terminal, report, args.report, written)
 
 
-GENERATE = Command("generate", "make pictures from a prompt with a model folder", _generate_arguments, _generate)
+GENERATE = Command("generate", "make pictures or sound from a prompt with a model", _generate_arguments, _generate)
 
 
 # ----------------------------------------------------------------------------------------------------- demo

@@ -30,7 +30,13 @@ class FakeEngine:
     """Stands in for load, encode, denoise and decode; keeps what it was asked for."""
 
     def __init__(self, images_name: str | None = "num_images_per_prompt") -> None:
-        self.handle = SimpleNamespace(guidance_name="guidance_scale", images_name=images_name, makes_video=False)
+        self.handle = SimpleNamespace(
+            guidance_name="guidance_scale",
+            images_name=images_name,
+            makes_video=False,
+            only_sound=False,
+            seconds_name=None,
+        )
         self.asked: dict[str, Any] = {}
         self.error: BaseException | None = None
         self.frames = 0
@@ -352,7 +358,7 @@ def denoise(handle, embeds, *, session, **options):
         session.observer.check_interrupt()
 
 offload_core.load = lambda model, **options: SimpleNamespace(
-    guidance_name=None, images_name=None, makes_video=False
+    guidance_name=None, images_name=None, makes_video=False, only_sound=False, seconds_name=None
 )
 offload_core.check_denoise = lambda *positional, **options: None
 offload_core.encode = lambda *positional, **options: None
