@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from offload_core.errors import InputError
@@ -26,6 +27,16 @@ def picture_as_image(picture: Image) -> torch.Tensor:
     import torch
 
     return torch.from_numpy(np.asarray(picture, dtype=np.float32) / 255).unsqueeze(0)
+
+
+def waveforms_as_image(audio: Mapping[str, Any]) -> torch.Tensor:
+    """IMAGE [B, H, W, 3] of an AUDIO: each of its sounds drawn over its seconds."""
+    import torch
+
+    from offload_core.sound_chart import waveform_picture
+
+    rate = audio["sample_rate"]
+    return torch.cat([picture_as_image(waveform_picture(sound, rate)) for sound in audio["waveform"]])
 
 
 def pictures_of(image: torch.Tensor) -> list[Image]:

@@ -30,6 +30,8 @@ class Handle:
     images_name: str | None = "num_images_per_prompt"
     settings: OffloadSettings = field(default_factory=OffloadSettings)
     files: Any = None
+    only_sound: bool = False
+    seconds_name: str | None = None
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,7 @@ class Latents:
     options: dict[str, Any] = field(default_factory=dict)
     frame_rate: float | None = None
     sound: Any = None
+    only_sound: bool = False
 
     @property
     def samples(self) -> torch.Tensor:

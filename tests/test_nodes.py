@@ -501,6 +501,7 @@ def test_batch_on_a_model_without_it_and_guidance_without_it(
 ) -> None:
     class Plain:
         guidance_name = images_name = None
+        only_sound = False
 
     class Made:
         samples = torch.zeros(1)

@@ -202,7 +202,7 @@ def test_comfyui_is_imported_in_few_modules_and_only_when_it_is_asked(path: Path
     assert not {alias.name.partition(".")[0] for node in at_import for alias in node.names} & host
 
 
-DRAWS = ("_charts.py", "plan_chart.py", "report_chart.py")
+DRAWS = ("_charts.py", "plan_chart.py", "report_chart.py", "sound_chart.py")
 
 
 @pytest.mark.parametrize("path", [*sources("offload_core"), *sources("nodes")], ids=lambda p: str(p.relative_to(ROOT)))

@@ -13,6 +13,7 @@ MODEL_DEFAULT = 0  # steps, width, height: the model's own default
 GUIDANCE_DEFAULT = -1.0  # guidance: the model's own default
 STRENGTH_DEFAULT = -1.0  # the model's own default
 MODELS_OWN = "model's own"
+SECONDS_DEFAULT = 0.0  # of a sound: the model's own
 
 JOB = (
     Input(
@@ -74,15 +75,35 @@ SCHEDULER = Input(
     options=(MODELS_OWN, *SCHEDULERS),
     optional=True,
 )
+SECONDS = Input(
+    "seconds",
+    "FLOAT",
+    "Seconds of sound, of a model that makes nothing else (Stable Audio, ACE-Step). 0: what Encode Prompt Phase was "
+    "given, else the model's own.",
+    default=SECONDS_DEFAULT,
+    min=0.0,
+    max=3600.0,
+    step=0.1,
+    optional=True,
+)
 
 
 def pipeline_options(
-    model: Any, *, steps: int, guidance: float, width: int, height: int, batch: int
+    model: Any,
+    *,
+    steps: int,
+    guidance: float,
+    width: int,
+    height: int,
+    batch: int,
+    seconds: float = SECONDS_DEFAULT,
 ) -> tuple[dict[str, Any], list[str]]:
     """Keyword arguments of the pipeline, without those left to its defaults; and what couldn't be honoured."""
     options: dict[str, Any] = {"num_inference_steps": steps, "width": width, "height": height}
     options = {name: value for name, value in options.items() if value != MODEL_DEFAULT}
-    notes = []
+    if {"width", "height"} & set(options) and model.only_sound:
+        raise InputError("This model makes sound: leave width and height at 0.")
+    notes = add_seconds(options, model, seconds)
     if guidance >= 0:
         if model.guidance_name is None:
             notes.append(f"This model has no guidance: {guidance:g} was not used.")
@@ -90,9 +111,20 @@ def pipeline_options(
             options[model.guidance_name] = guidance
     if batch > 1:
         if model.images_name is None:
-            raise InputError(f"This model makes one picture at a time: set batch to 1 instead of {batch}.")
+            thing = "sound" if model.only_sound else "picture"
+            raise InputError(f"This model makes one {thing} at a time: set batch to 1 instead of {batch}.")
         options[model.images_name] = batch
     return options, notes
+
+
+def add_seconds(options: dict[str, Any], model: Any, seconds: float) -> list[str]:
+    """Adds the length of a sound to the pipeline's arguments, or says why it has no effect."""
+    if seconds == SECONDS_DEFAULT:
+        return []
+    if model.seconds_name is None:
+        return [f"This model makes more than sound: {seconds:g} seconds were not used."]
+    options[model.seconds_name] = seconds
+    return []
 
 
 def add_strength(options: dict[str, Any], model: Any, strength: float) -> list[str]:

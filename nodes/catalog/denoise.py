@@ -15,7 +15,17 @@ from ..foreseen import foreseen, foreseen_of_several
 from ..pictures import mask_as_picture
 from ..results import NodeResult
 from ..schema import EMBEDS_TYPE, IMAGES_TYPE, MODEL, RECORD_KEY, Input, Node, NodeSchema, Output
-from ._job import JOB, MODELS_OWN, SCHEDULER, STRENGTH, STRENGTH_DEFAULT, add_strength, pipeline_options
+from ._job import (
+    JOB,
+    MODELS_OWN,
+    SCHEDULER,
+    SECONDS,
+    SECONDS_DEFAULT,
+    STRENGTH,
+    STRENGTH_DEFAULT,
+    add_strength,
+    pipeline_options,
+)
 
 if TYPE_CHECKING:
     from ..calls import NodeCall
@@ -57,6 +67,7 @@ SCHEMA = NodeSchema(
         ),
         STRENGTH,
         SCHEDULER,
+        SECONDS,
     ),
     outputs=(
         Output(
@@ -98,10 +109,12 @@ def denoise(
     latent: Mapping[str, Any] | None = None,
     strength: float = STRENGTH_DEFAULT,
     scheduler: str = MODELS_OWN,
+    seconds: float = SECONDS_DEFAULT,
 ) -> NodeResult:
     """PhaseOffloadDenoise: a LATENT of `batch` pictures. 0 (and a negative guidance or strength) leave the model's own
     default."""
     job: dict[str, Any] = {"steps": steps, "guidance": guidance, "width": width, "height": height, "batch": batch}
+    job["seconds"] = seconds
     start: dict[str, Any] = {"images": images, "latent": latent, "strength": strength}
     options, notes = _options(model, scheduler, **start, **job)
     with foreseen(call, offload_core.foresee_denoise, model, embeds, seed=seed, **options) as plan:

@@ -11,7 +11,17 @@ from offload_core.errors import InputError
 from ..pictures import mask_as_picture, picture_as_image, pictures_of
 from ..results import NodeResult
 from ..schema import MODEL, Input, Node, NodeSchema, Output
-from ._job import JOB, MODELS_OWN, SCHEDULER, STRENGTH, STRENGTH_DEFAULT, add_strength, pipeline_options
+from ._job import (
+    JOB,
+    MODELS_OWN,
+    SCHEDULER,
+    SECONDS,
+    SECONDS_DEFAULT,
+    STRENGTH,
+    STRENGTH_DEFAULT,
+    add_strength,
+    pipeline_options,
+)
 
 if TYPE_CHECKING:
     from ..calls import NodeCall
@@ -43,6 +53,7 @@ SCHEMA = NodeSchema(
         Input("mask", "MASK", "Where to repaint, as Encode Image Phase gets it.", optional=True),
         STRENGTH,
         SCHEDULER,
+        SECONDS,
     ),
     outputs=(
         Output("report", "STRING", "The plan as a table, with its reasons."),
@@ -67,12 +78,15 @@ def plan_preview(
     mask: Any = None,
     strength: float = STRENGTH_DEFAULT,
     scheduler: str = MODELS_OWN,
+    seconds: float = SECONDS_DEFAULT,
 ) -> NodeResult:
     """PhaseOffloadPlanPreview: what the job will take, as a table and as a chart. Reads configs and headers only."""
     from offload_core.plan_chart import plan_picture
     from offload_core.plan_table import plan_line, plan_table
 
-    options, notes = pipeline_options(model, steps=steps, guidance=guidance, width=width, height=height, batch=batch)
+    options, notes = pipeline_options(
+        model, steps=steps, guidance=guidance, width=width, height=height, batch=batch, seconds=seconds
+    )
     shown = None if image is None else model.for_pictures(masked=mask is not None, count=len(image))
     notes += add_strength(options, shown, strength)
     if image is not None:

@@ -11,7 +11,7 @@ import offload_core
 from offload_core.errors import InputError
 
 from ..foreseen import foreseen, foreseen_of_several
-from ..pictures import as_image
+from ..pictures import as_image, waveforms_as_image
 from ..results import NodeResult
 from ..schema import MODEL, RECORD_KEY, Input, Node, NodeSchema, Output
 
@@ -56,17 +56,24 @@ SCHEMA = NodeSchema(
         Output(
             "image",
             "IMAGE",
-            "The pictures; the frames of a video come as a batch. A list of latents gives a list: all are decoded in "
-            "one phase.",
+            "The pictures; the frames of a video come as a batch. Of a model that makes sound alone, its waveform is "
+            "drawn. A list of latents gives a list: all are decoded in one phase.",
             is_list=True,
         ),
         Output(
             "audio",
             "AUDIO",
-            "The sound of a model that makes some (LTX-2). With others, what follows doesn't run.",
+            "The sound of a model that makes some (LTX-2, Stable Audio, ACE-Step). With others, what follows doesn't "
+            "run.",
             is_list=True,
         ),
-        Output("video", "VIDEO", "The frames and the sound as one video, for Save Video.", is_list=True),
+        Output(
+            "video",
+            "VIDEO",
+            "The frames and the sound as one video, for Save Video. With a model that makes sound alone, what follows "
+            "doesn't run.",
+            is_list=True,
+        ),
     ),
     search_aliases=("vae decode", "latent to image", "tiled", "tiling", "video", "audio", "sound", "fps", "offload"),
     takes_lists=True,
@@ -82,6 +89,11 @@ def vae_decode(
     """
     tiling = model.settings.vae_tiling if tiling == "auto" else tiling
     latents, notes = _latents_to_decode(model, latent)
+    if latents.only_sound:
+        with foreseen(call, offload_core.foresee_decode, model, latents, tiling=tiling) as plan:
+            sound = _sound(call, model, latents, tiling=tiling, plan=plan)
+        call.say_how_it_went(*notes)
+        return _result_of_sound(call, sound)
     sound = _sound(call, model, latents)
     with foreseen(call, offload_core.foresee_decode, model, latents, tiling=tiling) as plan:
         pixels = offload_core.decode(model, latents, "np", tiling=tiling, session=call.session, plan=plan)
@@ -94,6 +106,9 @@ def vae_decode_jobs(call: NodeCall, jobs: list[dict[str, Any]]) -> list[NodeResu
     made: list[NodeResult] = []
     said: dict[str, None] = {}
     for (model, tiling), group in itertools.groupby(jobs, key=itemgetter("model", "tiling")):
+        if model.only_sound:  # its latents are short, and so is a load of its VAE
+            made += [vae_decode(call, **job) for job in group]
+            continue
         same = list(group)
         tiling = model.settings.vae_tiling if tiling == "auto" else tiling
         found = [_latents_to_decode(model, job["latent"]) for job in same]
@@ -109,11 +124,11 @@ def vae_decode_jobs(call: NodeCall, jobs: list[dict[str, Any]]) -> list[NodeResu
     return made
 
 
-def _sound(call: NodeCall, model: Any, latents: Any) -> dict[str, Any] | None:
-    """The AUDIO of latents that have some."""
+def _sound(call: NodeCall, model: Any, latents: Any, **options: Any) -> dict[str, Any] | None:
+    """The AUDIO of latents that have some. options: of the engine's decode_sound."""
     if latents.sound is None:
         return None
-    sound = offload_core.decode_sound(model, latents, session=call.session)
+    sound = offload_core.decode_sound(model, latents, session=call.session, **options)
     return None if sound is None else {"waveform": sound[0], "sample_rate": sound[1]}
 
 
@@ -123,6 +138,14 @@ def _result(call: NodeCall, pixels: Any, audio: dict[str, Any] | None, frame_rat
     no_sound = "This model makes no sound: take what follows the audio of VAE Decode Phase off."
     video = host.video(image, frame_rate or USUAL_FRAME_RATE, audio)
     return NodeResult((image, host.nothing(no_sound) if audio is None else audio, video))
+
+
+def _result_of_sound(call: NodeCall, audio: Any) -> NodeResult:
+    """There is no picture: the waveform is drawn in its place, and there is no video."""
+    host = call.state.host
+    image = waveforms_as_image(audio).to(**host.image_placement())
+    no_video = "This model makes sound and no picture: take what follows the video of VAE Decode Phase off."
+    return NodeResult((image, audio, host.nothing(no_video)))
 
 
 def _latents_to_decode(model: Any, latent: Mapping[str, Any]) -> tuple[Any, list[str]]:
