@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from diffusers.models.autoencoders.autoencoder_oobleck import OobleckDecoder
 
 import offload_core as po
 from offload_core import cli
-from offload_core.errors import InputError, RecordError
+from offload_core.errors import InputError, InsufficientMemoryError, RecordError
 from offload_core.phases._records import read_plains, write_plains
 from offload_core.phases._waveforms import Ending, check_ending, finished
 from offload_core.settings import OffloadSettings
@@ -24,10 +25,13 @@ from offload_core.tiny_models import FAMILIES
 from phase_offload_nodes.calls import run_node
 from phase_offload_nodes.local_host import LocalHost
 from phase_offload_nodes.state import PackState
-from staging import job, one_shot, staged, tiny_model, words
+from staging import job, often, one_shot, staged, tiny_model, words
 
 SOUNDS = tuple(name for name, family in FAMILIES.items() if family.makes_sound)
 every_family = pytest.mark.parametrize("name", SOUNDS)
+# Of what is alike for all of them, the default tests run one.
+stable_audio_often = pytest.mark.parametrize("name", often(SOUNDS, ("stable_audio",)))
+ace_step_often = pytest.mark.parametrize("name", often(SOUNDS, ("ace_step",)))
 
 
 def handle_of(name: str, **settings: Any) -> po.Handle:
@@ -83,7 +87,7 @@ def test_a_list_of_prompts_without_guidance_equals_the_one_shot_run(name: str) -
     assert len(expected) == 2
 
 
-@every_family
+@stable_audio_often
 def test_a_streamed_denoiser_makes_the_same_sound(name: str) -> None:
     path, call = tiny_model(name), job(name, guided=True)
     expected, _ = one_shot(path, dtype=torch.float32, seed=5, **words(name) | call)
@@ -99,6 +103,7 @@ def test_a_streamed_denoiser_makes_the_same_sound(name: str) -> None:
     assert torch.equal(found[0], expected)
 
 
+@pytest.mark.slow
 def test_the_length_of_stable_audio_is_chosen_in_denoise_and_no_encoder_runs_again() -> None:
     path, call = tiny_model("stable_audio"), job("stable_audio", guided=True)
     call |= {"audio_start_in_s": 0.25, "audio_end_in_s": 0.9}
@@ -117,6 +122,7 @@ def test_without_a_length_stable_audio_makes_its_longest() -> None:
     assert torch.equal(staged(path, words("stable_audio"), call, dtype="auto", seed=5)[0], expected)
 
 
+@pytest.mark.slow
 def test_the_length_of_ace_step_is_in_its_prompt_and_denoise_follows_encode() -> None:
     path, steps = tiny_model("ace_step"), {"num_inference_steps": 2}
     texts = words("ace_step") | {"audio_duration": 3.0}
@@ -130,7 +136,7 @@ def test_the_length_of_ace_step_is_in_its_prompt_and_denoise_follows_encode() ->
 # ------------------------------------------------------------------------------------------ latents and their end
 
 
-@every_family
+@stable_audio_often
 def test_latents_on_disk_keep_what_is_left_to_do(name: str, tmp_path: Path) -> None:
     latents, handle = latents_of(name), handle_of(name)
     found = po.Latents.load(latents.save(tmp_path / "sound.safetensors"))
@@ -159,7 +165,7 @@ def test_decode_of_sound_refuses_and_names_what_decodes_it() -> None:
         po.decode(handle_of("stable_audio"), latents)
 
 
-@every_family
+@stable_audio_often
 def test_latents_that_were_changed_and_bare_ones_are_decoded(name: str) -> None:
     latents, handle = latents_of(name), handle_of(name)
     samples = latents.samples
@@ -188,6 +194,41 @@ def test_a_long_sound_can_be_decoded_in_pieces() -> None:
         po.decode_sound(handle, latents, tiling="maybe")
 
 
+def test_a_sound_that_doesnt_fit_whole_is_decoded_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    handle, session = handle_of("stable_audio"), po.Session()
+    latents = po.latents_from_samples(handle, torch.randn(1, 4, 700, generator=torch.Generator().manual_seed(1)))
+    pieces = po.decode_sound(handle, latents, tiling="on")
+    forward = OobleckDecoder.forward
+
+    def fails_above_600_frames(self: OobleckDecoder, hidden: torch.Tensor) -> torch.Tensor:
+        if hidden.shape[-1] > 600:
+            raise torch.OutOfMemoryError("out of memory")
+        return forward(self, hidden)
+
+    monkeypatch.setattr(OobleckDecoder, "forward", fails_above_600_frames)
+    found = po.decode_sound(handle, latents, session=session)
+    assert found is not None and pieces is not None
+    assert torch.equal(found[0], pieces[0])
+    assert session.report.phases[0].notes[-1] == "Decoded in tiles of 512 latent frames."
+    with pytest.raises(InsufficientMemoryError, match="with tiling"):
+        po.decode_sound(handle, latents, tiling="off")
+
+
+def test_several_sounds_are_decoded_in_one_phase_as_they_are_one_by_one() -> None:
+    handle, session, first = handle_of("ace_step"), po.Session(), latents_of("ace_step")
+    second = first.with_samples(first.samples * 0.5)
+    found = po.decode_sound_many(handle, [first, second], session=session)
+    assert len(session.report.phases) == 1
+    for latents, (waveform, rate) in zip((first, second), found, strict=True):
+        alone = po.decode_sound(handle, latents)
+        assert alone is not None
+        assert torch.equal(alone[0], waveform)
+        assert alone[1] == rate
+    pictures = replace(first, sound=None)
+    with pytest.raises(InputError, match="makes more than sound"):
+        po.decode_sound_many(handle, [first, pictures])
+
+
 def test_a_cut_keeps_the_stretch_and_a_level_brings_each_sound_to_one_decibel_below_full() -> None:
     waveform = torch.tensor([[[0.5, -0.25, 0.1, 0.0]], [[3.0, -1.5, 0.0, 0.0]]], dtype=torch.bfloat16)
     cut = finished(waveform, Ending("cut", 1, 3))
@@ -212,7 +253,7 @@ def test_a_length_that_isnt_one_is_a_sentence_before_anything_runs(seconds: Any)
 # ------------------------------------------------------------------------------------------------ plans
 
 
-@every_family
+@ace_step_often
 def test_a_job_of_sound_is_foretold_and_runs_by_its_plan(name: str) -> None:
     call, session = FAMILIES[name].guided_call, po.Session()
     settings = OffloadSettings(execution_device="cpu", device_memory="1GiB", host_memory="2GiB")

@@ -106,16 +106,18 @@ def vae_decode_jobs(call: NodeCall, jobs: list[dict[str, Any]]) -> list[NodeResu
     made: list[NodeResult] = []
     said: dict[str, None] = {}
     for (model, tiling), group in itertools.groupby(jobs, key=itemgetter("model", "tiling")):
-        if model.only_sound:  # its latents are short, and so is a load of its VAE
-            made += [vae_decode(call, **job) for job in group]
-            continue
         same = list(group)
         tiling = model.settings.vae_tiling if tiling == "auto" else tiling
         found = [_latents_to_decode(model, job["latent"]) for job in same]
         said |= dict.fromkeys(note for _, notes in found for note in notes)
         latents = [each for each, _ in found]
-        sounds = [_sound(call, model, each) for each in latents]
         asked = [((model, each), {"tiling": tiling}) for each in latents]
+        if all(each.only_sound for each in latents):
+            plan = foreseen_of_several(call, offload_core.foresee_decode, asked)
+            heard = offload_core.decode_sound_many(model, latents, tiling=tiling, session=call.session, plan=plan)
+            made += [_result_of_sound(call, _audio(sound)) for sound in heard]
+            continue
+        sounds = [_sound(call, model, each) for each in latents]
         plan = foreseen_of_several(call, offload_core.foresee_decode, asked)
         pictures = offload_core.decode_many(model, latents, "np", tiling=tiling, session=call.session, plan=plan)
         rates = [job.get("frame_rate") or each.frame_rate for job, each in zip(same, latents, strict=True)]
@@ -129,7 +131,12 @@ def _sound(call: NodeCall, model: Any, latents: Any, **options: Any) -> dict[str
     if latents.sound is None:
         return None
     sound = offload_core.decode_sound(model, latents, session=call.session, **options)
-    return None if sound is None else {"waveform": sound[0], "sample_rate": sound[1]}
+    return None if sound is None else _audio(sound)
+
+
+def _audio(sound: tuple[Any, int]) -> dict[str, Any]:
+    """The AUDIO of a waveform and its samples a second."""
+    return {"waveform": sound[0], "sample_rate": sound[1]}
 
 
 def _result(call: NodeCall, pixels: Any, audio: dict[str, Any] | None, frame_rate: float | None) -> NodeResult:

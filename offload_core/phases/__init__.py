@@ -22,7 +22,7 @@ from ._ip_adapter import IPAdapter
 from ._loras import Lora, as_loras
 from ._records import Embeds, Images, Latents
 from ._scope import Phase, open_phase
-from ._sound import decode_sound
+from ._sound import decode_sound, decode_sound_many
 
 __all__ = [
     "Conditioning",
@@ -45,6 +45,7 @@ __all__ = [
     "decode",
     "decode_many",
     "decode_sound",
+    "decode_sound_many",
     "denoise",
     "denoise_many",
     "embeds_from_conditioning",
