@@ -29,9 +29,9 @@ from staging import job, often, one_shot, staged, tiny_model, words
 
 SOUNDS = tuple(name for name, family in FAMILIES.items() if family.makes_sound)
 every_family = pytest.mark.parametrize("name", SOUNDS)
-# Of what is alike for all of them, the default tests run one.
+# Of what is alike for all of them, the default tests run one, and what the table of families checks runs with the slow
+# ones.
 stable_audio_often = pytest.mark.parametrize("name", often(SOUNDS, ("stable_audio",)))
-ace_step_often = pytest.mark.parametrize("name", often(SOUNDS, ("ace_step",)))
 
 
 def handle_of(name: str, **settings: Any) -> po.Handle:
@@ -87,7 +87,8 @@ def test_a_list_of_prompts_without_guidance_equals_the_one_shot_run(name: str) -
     assert len(expected) == 2
 
 
-@stable_audio_often
+@pytest.mark.slow
+@every_family
 def test_a_streamed_denoiser_makes_the_same_sound(name: str) -> None:
     path, call = tiny_model(name), job(name, guided=True)
     expected, _ = one_shot(path, dtype=torch.float32, seed=5, **words(name) | call)
@@ -253,7 +254,8 @@ def test_a_length_that_isnt_one_is_a_sentence_before_anything_runs(seconds: Any)
 # ------------------------------------------------------------------------------------------------ plans
 
 
-@ace_step_often
+@pytest.mark.slow
+@every_family
 def test_a_job_of_sound_is_foretold_and_runs_by_its_plan(name: str) -> None:
     call, session = FAMILIES[name].guided_call, po.Session()
     settings = OffloadSettings(execution_device="cpu", device_memory="1GiB", host_memory="2GiB")
