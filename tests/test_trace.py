@@ -41,6 +41,10 @@ def traced(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Trace:
         return tracer.trace("module", run, args, kwargs)
 
 
+# Parts of components that a family's pipeline calls by themselves.
+PARTS_CALLED = {"ace_step": (("text_encoder", "embed_tokens"),)}
+
+
 def measured(name: str) -> dict[tuple[str, str], set[int]]:
     """Peaks of activations of a family's plain pipeline, by component and entry point, counted on real tensors."""
     pipeline = DiffusionPipeline.from_pretrained(tiny_model(name), dtype=torch.float32)
@@ -70,6 +74,11 @@ def measured(name: str) -> dict[tuple[str, str], set[int]]:
             entries[""] = cls.__call__
             methods = {entry or "__call__": watched(component, entry, method) for entry, method in entries.items()}
             module.__class__ = type(cls.__name__, (cls,), {"__module__": cls.__module__, **methods})
+    for component, path in PARTS_CALLED.get(name, ()):
+        part = getattr(pipeline, component).get_submodule(path)
+        cls = type(part)
+        method = {"__call__": watched(component, path, cls.__call__)}
+        part.__class__ = type(cls.__name__, (cls,), {"__module__": cls.__module__, **method})
     with count, torch.no_grad():
         pipeline(**FAMILIES[name].guided_call, output_type="pt", generator=torch.Generator("cpu").manual_seed(5))
     count.forget()
