@@ -16,6 +16,7 @@ from diffusers.models.autoencoders.autoencoder_oobleck import OobleckDecoder
 
 import offload_core as po
 from offload_core import cli
+from offload_core._plan_command import _seconds
 from offload_core.errors import InputError, InsufficientMemoryError, RecordError
 from offload_core.phases._records import read_plains, write_plains
 from offload_core.phases._waveforms import Ending, check_ending, finished
@@ -268,6 +269,14 @@ def test_a_job_of_sound_is_foretold_and_runs_by_its_plan(name: str) -> None:
     latents = po.denoise(handle, embeds, session=session, plan=found.plan, **call)
     assert po.decode_sound(handle, latents, session=session, plan=found.plan) is not None
     assert all(phase.predicted for phase in session.report.phases)
+
+
+def test_plan_takes_seconds_by_the_name_that_the_model_has_for_them() -> None:
+    assert _seconds(None, tiny_model("sd15")) == {}
+    assert _seconds(2.0, tiny_model("stable_audio")) == {"audio_end_in_s": 2.0}
+    for model in (tiny_model("sd15"), "flux-dev"):
+        with pytest.raises(InputError, match="leave --seconds out"):
+            _seconds(2.0, model)
 
 
 # ------------------------------------------------------------------------------------------------ files
