@@ -19,6 +19,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "Conditioning": "phases",
+    "Control": "phases",
     "Embeds": "phases",
     "Handle": "phases",
     "Images": "phases",
@@ -158,6 +159,7 @@ if TYPE_CHECKING:
     from .modular import modular_blocks, open_block
     from .phases import (
         Conditioning,
+        Control,
         Embeds,
         Handle,
         Images,

@@ -76,7 +76,7 @@ def foresee_job(
     session: Session | None = None,
     scheduler: str | None = None,
     weight_storage: str = "as stored",
-    controlnet: str | os.PathLike[str] | None = None,
+    controlnet: Any = None,
     ip_adapter: IPAdapter | None = None,
     **pipeline_kwargs: Any,
 ) -> Foresight:
@@ -87,8 +87,8 @@ def foresee_job(
     and height and width are those of the result. settings: its budgets are planned for. hardware: a known machine that
     is asked about in place of this one; budgets are then of its memory. rates: in place of those of the machine.
     session: whose observer may interrupt, and whose memory host's memory is counted on. scheduler: as `denoise` takes
-    it. weight_storage, controlnet, ip_adapter: as `load` takes them. pipeline_kwargs: of the pipeline's call, e.g.
-    height, width, num_inference_steps, or the picture of a ControlNet.
+    it. weight_storage, controlnet, ip_adapter: as `load` takes them; the latter two need a model that is here.
+    pipeline_kwargs: of the pipeline's call, e.g. height, width, num_inference_steps, or the picture of a ControlNet.
 
     Raises ModelError and InputError as `load`, `encode_images`, `encode` and `denoise` do, InputError for a machine
     that isn't known, TraceError for a model whose code can't be traced.
@@ -127,7 +127,7 @@ def foresee_job(
             answered = trace_cached_encode(here, prompt, negative_prompt, session=session, **asked_of_encode)
             ways[0] = iter([answered]) if answered is not None else ways[0]
         there = machine.title if machine else device_title(device)
-        return _planned(ways, limits, rates, (title, there), handle.pipeline, learnt)
+        return _planned(ways, limits, rates, (title, there), handle.controlled().pipeline, learnt)
 
 
 def foresee_encode(
@@ -195,7 +195,7 @@ def foresee_denoise(
         )
 
     asked = [asked_embeds(embeds), asked_images(images), asked_values(pipeline_kwargs | _named(scheduler))]
-    return _phase(handle, "denoise", asked, trace, rates, session)
+    return _phase(handle, "denoise", asked, trace, rates, session, handle.controlled().pipeline)
 
 
 def _named(scheduler: str | None) -> dict[str, Any]:
@@ -230,18 +230,26 @@ def _phase(
     trace: Callable[[Handle], Iterable[PhaseTrace]],
     rates: Rates | None,
     session: Session | None,
+    family: str | None = None,
 ) -> Foresight:
     here = replace(handle, device="cpu")
     ways = TraceStore(cache_folder() / "traces").ways([name, *asked_of(handle), *asked], lambda: trace(here))
-    return _way_of(handle, ways, rates, session)
+    return _way_of(handle, ways, rates, session, family)
 
 
-def _way_of(handle: Handle, ways: Iterable[PhaseTrace], rates: Rates | None, session: Session | None) -> Foresight:
+def _way_of(
+    handle: Handle,
+    ways: Iterable[PhaseTrace],
+    rates: Rates | None,
+    session: Session | None,
+    family: str | None = None,
+) -> Foresight:
+    """family: the pipeline's class, if it isn't the handle's."""
     device = handle.device_here()
     limits = limits_here(replace(handle.settings, execution_device=str(device)), device, session)
     rates = rates or measured_rates(device)
     titles = (_name_of(handle.model), device_title(device))
-    return _planned([ways], limits, rates, titles, handle.pipeline, Learnt(device, rates))
+    return _planned([ways], limits, rates, titles, family or handle.pipeline, Learnt(device, rates))
 
 
 def _planned(

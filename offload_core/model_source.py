@@ -75,7 +75,8 @@ class ComponentSource:
     model made of blocks, where they list it ("before", "denoise" or "after", see `block_classes.stages`). stored: how
     each weight is made from the files, by its name, where they aren't this component's own. described: the config is a
     description of this project; with a tokenizer, options for its loader. absent: beginnings of the names of weights
-    that its files don't have, and that only some uses of it need.
+    that its files don't have, and that only some uses of it need. runs_in: torch's name of the dtype that it runs in
+    where the handle's is "auto"; None for that of its files.
     """
 
     name: str
@@ -92,6 +93,7 @@ class ComponentSource:
     stored: Mapping[str, StoredWeight] | None = field(default=None, repr=False)
     described: bool = False
     absent: tuple[str, ...] = ()
+    runs_in: str | None = None
 
     @property
     def has_weights(self) -> bool:

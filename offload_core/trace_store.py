@@ -28,6 +28,7 @@ from .trace import Stretch, Trace, TracedWeight
 
 if TYPE_CHECKING:
     from .phases import Embeds, Handle, Images, PhaseTrace
+    from .phases._control import Picture
     from .phases._plain import Plain
 
 log = logging.getLogger(__name__)
@@ -81,10 +82,18 @@ def asked_of(handle: Handle) -> list[Any]:
     """What of a model decides its traces."""
     loras = [[lora.fingerprint, lora.scale] for lora in handle.loras]
     storage = [handle.weight_storage] if handle.weight_storage != "as stored" else []
-    beside = [[part.name, part.fingerprint] for part in handle.companions]
+    beside: list[Any] = [[one.name, one.fingerprint] for one in handle.companions]
     if handle.ip_adapter is not None:
-        beside.append(["ip_adapter", handle.ip_adapter.fingerprint])
-    return [handle.fingerprint, handle.pipeline, handle.dtype, handle.settings.vae_tiling, loras, *storage, *beside]
+        beside.append(["ip_adapter", handle.ip_adapter.fingerprint, _size(handle.ip_adapter.picture)])
+    if handle.control is not None:
+        control = handle.control
+        beside.append([control.fingerprint, _size(control.picture), control.start, control.end, control.mode])
+    own = [handle.fingerprint, handle.pipeline, handle.dtype, handle.settings.vae_tiling, loras]
+    return [*own, *storage, *([beside] if beside else [])]
+
+
+def _size(picture: Picture | None) -> list[int] | None:
+    return None if picture is None else [picture.width, picture.height]
 
 
 def asked_values(call: dict[str, Any]) -> Any:

@@ -2,6 +2,7 @@
 
 from ._components import from_files, stand_in
 from ._conditioning import Conditioning, conditioning_of, embeds_from_conditioning
+from ._control import Control
 from ._decode import check_latents, decode, decode_many, latents_from_samples
 from ._denoise import check_denoise, check_embeds, denoise, denoise_many
 from ._encode import encode, encode_many
@@ -26,6 +27,7 @@ from ._sound import decode_sound, decode_sound_many
 
 __all__ = [
     "Conditioning",
+    "Control",
     "Embeds",
     "Guest",
     "Handle",

@@ -20,6 +20,7 @@ from ..schedulers import scheduler_like
 from ..session import Session
 from ._clips import given_pictures
 from ._components import Component
+from ._control import controlled, given_by
 from ._encode import friendly_errors, one_negative_each, pictures_call, run_encode, with_defaults, with_pictures
 from ._handle import COUNT_ARGUMENTS, Handle, model_defaults
 from ._jobs import each_job, need_jobs
@@ -119,8 +120,9 @@ def denoise_question(
     if images is None and given_pictures(encoded):  # the embeddings carry the pictures
         handle = replace(handle, pipeline=embeds.pipeline)
     source = handle.source()
-    given = {**encoded, **pictures_call(handle, source, images), **kwargs}
-    call = one_negative_each(with_defaults(source, given))
+    given = {**encoded, **pictures_call(handle, source, images), **given_by(handle, source)}
+    handle, source, given = controlled(handle, source, given)
+    call = one_negative_each(with_defaults(source, {**given, **kwargs}))
     check_call(call_class(source), call)
     if only_sound(source):
         check_ending(handle.pipeline)
@@ -139,8 +141,8 @@ def denoise_question(
 def check_denoise(handle: Handle, *, seed: int = 0, scheduler: str | None = None, **pipeline_kwargs: Any) -> None:
     """Raises the InputError that `denoise` would raise for these arguments, before anything is encoded or loaded."""
     _check_seed(seed)
-    source = handle.source()
-    call = {**model_defaults(source), **pipeline_kwargs}
+    handle, source, given = controlled(handle, handle.source(), {})
+    call = {**model_defaults(source), **given, **pipeline_kwargs}
     check_call(call_class(source), call)
     with OpenPhase(handle, source, "check", Session()) as phase:
         use_scheduler(phase, scheduler)

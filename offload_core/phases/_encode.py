@@ -17,6 +17,7 @@ from ..plan import Plan
 from ..session import Session
 from ._answers import Answers
 from ._clips import given_pictures
+from ._control import given_by
 from ._handle import Handle, model_defaults
 from ._jobs import each_job, need_jobs
 from ._loras import plan_loras
@@ -69,7 +70,8 @@ def encode_question(
     pictures = pictures_call(handle, source, images)
     if not given_pictures({**pictures, **kwargs}) and needs_pictures(source):
         raise InputError(f"{source.pipeline_class} needs a picture beside the prompt: give Encode the images.")
-    return handle, source, encode_call(source, prompt, negative_prompt, {**pictures, **kwargs})
+    given = {**pictures, **given_by(handle, source), **kwargs}
+    return handle, source, encode_call(source, prompt, negative_prompt, given)
 
 
 def with_pictures(handle: Handle, images: Images | None) -> Handle:

@@ -23,6 +23,7 @@ from ..trace_blocks import repeated_blocks
 from ._answers import Answers
 from ._cold import forget_method_caches
 from ._components import Component
+from ._control import controlled, given_by
 from ._decode import ENCODER_HALF, TILE_SIZES, decode_arguments
 from ._denoise import check_size, collect_latents, denoise_ports, denoise_question, let_vaes_run, use_scheduler
 from ._encode import encode_call, encode_ports, encode_question, encode_run, friendly_errors, one_negative_each
@@ -86,11 +87,12 @@ def foresee(
         pipeline_kwargs = {**shown, **pipeline_kwargs}
         seen.append((trace,))
     source = source or handle.source()
-    call = encode_call(source, prompt, negative_prompt, pipeline_kwargs)
+    call = encode_call(source, prompt, negative_prompt, {**given_by(handle, source), **pipeline_kwargs})
     encoded = _encode(handle, source, call, records, poll)
-    run = one_negative_each({**model_defaults(source), **call})
-    check_call(call_class(source), run)
-    denoised, latents = _denoise(handle, source, run, records, seed, poll, scheduler)
+    here, there, call = controlled(handle, source, call)
+    run = one_negative_each({**model_defaults(there), **call})
+    check_call(call_class(there), run)
+    denoised, latents = _denoise_or_encode(here, there, run, records, seed, poll, scheduler)
     return *seen, (encoded,), (denoised,), _decode(handle, source, latents, handle.settings.vae_tiling, poll)
 
 
@@ -178,12 +180,7 @@ def trace_denoise(
 ) -> PhaseTrace:
     """What `denoise` would do for these arguments. See `foresee`."""
     handle, source, call, known = denoise_question(handle, embeds, images, pipeline_kwargs)
-    records, poll = Records(known), _poll(session)
-    try:
-        return _denoise(handle, source, call, records, seed, poll, scheduler)[0]
-    except RecordMissing:  # denoise would run the encoders again
-        _encode(handle, source, call, records, poll)
-        return _denoise(handle, source, call, records, seed, poll, scheduler)[0]
+    return _denoise_or_encode(handle, source, call, Records(known), seed, _poll(session), scheduler)[0]
 
 
 def trace_decode(
@@ -371,6 +368,17 @@ def _denoise(
         with watch.watching(phase), contextlib.suppress(PhaseDone), friendly_errors():
             phase.pipeline(**call, generator=torch.Generator("cpu").manual_seed(seed))
         return watch.result(phase), collect_latents(handle, source, phase, ports, call, seed)
+
+
+def _denoise_or_encode(
+    handle: Handle, source: ModelSource, call: dict[str, Any], records: Records, seed: int, poll: Poll, scheduler: Any
+) -> tuple[PhaseTrace, Latents]:
+    """What the phase would do. If it lacks an answer, `denoise` runs the encoders again, in a phase of their own."""
+    try:
+        return _denoise(handle, source, call, records, seed, poll, scheduler)
+    except RecordMissing:
+        _encode(handle, source, call, records, poll)
+        return _denoise(handle, source, call, records, seed, poll, scheduler)
 
 
 def _decode(handle: Handle, source: ModelSource, latents: Latents, tiling: str, poll: Poll) -> Iterator[PhaseTrace]:

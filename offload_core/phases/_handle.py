@@ -15,8 +15,9 @@ from ..model_source import ComponentSource, ModelSource, resolve_model
 from ..settings import WEIGHT_STORAGES, OffloadSettings, check_settings
 from ..single_files.split_files import SplitFiles
 from ._blocks import blocks_make_video
-from ._companions import Companion, companion, with_companions
-from ._ip_adapter import IPAdapter, checked_adapter
+from ._companions import Companion, companion, controlled_class, with_companions
+from ._control import Control, checked_control
+from ._ip_adapter import IPAdapter, check_encoder, checked_adapter
 from ._loras import Lora, as_loras
 from ._pipeline import call_class, call_parameters
 from ._tasks import check_sibling, class_for_task, task_of
@@ -32,7 +33,8 @@ class Handle:
     model: folder or file as given. pipeline: the class it runs as. fingerprint: of the model's configs and files when
     it was loaded; a phase refuses files that changed since. device and dtype: as asked ("auto" is decided where the
     phase runs). loras: applied in this order. files: of a model that was given as `SplitFiles`. weight_storage: as for
-    `load`. companions: components that aren't in its folder. ip_adapter: see `load`.
+    `load`. companions: components that aren't in its folder. ip_adapter: see `load`. control: a ControlNet with its
+    picture; `pipeline` is the class without it, see `controlled`.
     """
 
     model: str = field(repr=False)
@@ -46,6 +48,7 @@ class Handle:
     weight_storage: str = field(default="as stored", repr=False)
     companions: tuple[Companion, ...] = field(default=(), repr=False)
     ip_adapter: IPAdapter | None = field(default=None, repr=False)
+    control: Control | None = field(default=None, repr=False)
 
     def source(self) -> ModelSource:
         """The model's files, checked again. Raises ModelError if they are gone or changed since `load`."""
@@ -60,6 +63,36 @@ class Handle:
         if source.fingerprint != self.fingerprint:
             raise ModelError(f"The model {source.root.name} changed on disk since it was loaded. Load it again.")
         return with_companions(source, self.companions)
+
+    def with_control(self, control: Control) -> Handle:
+        """The same model with this ControlNet and its picture. Raises InputError and ModelError, see `load`."""
+        if self.control is not None:
+            raise InputError("The model has a ControlNet already, and one at a time works. Take one of them off.")
+        handle = replace(self, control=checked_control(control, self.source()))
+        handle.controlled()  # says it now if there is no pipeline for it
+        return handle
+
+    def with_ip_adapter(self, adapter: IPAdapter) -> Handle:
+        """The same model with this IP-Adapter. Raises InputError and ModelError, see `load`."""
+        if self.ip_adapter is not None:
+            raise InputError("The model has an IP-Adapter already, and one at a time works. Take one of them off.")
+        adapter, more = checked_adapter(adapter), self.companions
+        if adapter.image_encoder is not None:
+            more = (*more, companion("image_encoder", adapter.image_encoder, "transformers", self.source()))
+        handle = replace(self, ip_adapter=adapter, companions=more)
+        encoder = handle.source().components.get("image_encoder")
+        if encoder is not None:
+            check_encoder(adapter, encoder)
+        return handle
+
+    def controlled(self) -> Handle:
+        """The same model as the pipeline that runs it with its ControlNet, a component from there on; itself if it has
+        none. Raises InputError if there is no such pipeline."""
+        if self.control is None:
+            return self
+        source, more = self.source(), self.control.companion
+        pipeline = controlled_class(source, more.source(source))
+        return replace(self, control=None, companions=(*self.companions, more), pipeline=pipeline)
 
     def _comfy_cache_tensors(self) -> list[torch.Tensor]:
         """None: ComfyUI's cache of results asks by this name what a value holds in RAM."""
@@ -82,9 +115,10 @@ class Handle:
         return resolve_device(self.device)
 
     def dtype_of(self, component: ComponentSource) -> torch.dtype:
-        """The dtype a component runs in: the handle's, or with "auto" the one that holds most bytes of its file."""
+        """The dtype a component runs in: the handle's, or with "auto" the one that holds most bytes of its file, of the
+        denoiser's for a component from another place."""
         wanted = resolve_dtype(self.dtype)
-        stored = getattr(torch, component.dtype or "float32")
+        stored = getattr(torch, component.runs_in or component.dtype or "float32")
         return wanted or (stored if stored.itemsize >= 2 else torch.bfloat16)
 
     @property
@@ -151,7 +185,7 @@ def load(
     settings: OffloadSettings | None = None,
     loras: Sequence[Any] = (),
     weight_storage: str = "as stored",
-    controlnet: str | os.PathLike[str] | None = None,
+    controlnet: str | os.PathLike[str] | Control | None = None,
     ip_adapter: IPAdapter | None = None,
 ) -> Handle:
     """A handle for `model`: a diffusers folder, a checkpoint file, or `SplitFiles`. Reads configs and safetensors
@@ -162,7 +196,8 @@ def load(
     weight_storage: "as stored", or "fp8": large weights of denoisers and encoders are packed to 8 bits on their way in,
     with a scale for each row, and unpacked where they are used. That halves what bfloat16 weights take on the device,
     in RAM and on the link, and changes results a little.
-    controlnet: the folder of a ControlNet; the model then runs as the pipeline that takes its picture. ip_adapter: an
+    controlnet: the folder or the file of a ControlNet; the model then runs as the pipeline that takes its picture. Or a
+    `Control`, which has the picture, too, and leaves `encode` and `encode_images` as they are. ip_adapter: an
     `IPAdapter`.
 
     Raises ModelError if the model can't be used, InputError for a dtype, device or setting that isn't one, DeviceError
@@ -186,11 +221,11 @@ def load(
         files=None if isinstance(model, str | os.PathLike) else model.absolute(),
         weight_storage=weight_storage,
     )
-    companions = [companion("controlnet", controlnet, "diffusers")] if controlnet is not None else []
+    if controlnet is not None and not isinstance(controlnet, Control):
+        more = (companion("controlnet", controlnet, "diffusers", source),)
+        handle = replace(handle, companions=more, pipeline=with_companions(source, more).pipeline_class)
     if ip_adapter is not None:
-        ip_adapter = checked_adapter(ip_adapter)
-        if ip_adapter.image_encoder is not None:
-            companions.append(companion("image_encoder", ip_adapter.image_encoder, "transformers"))
-    pipeline = with_companions(source, tuple(companions)).pipeline_class
-    handle = replace(handle, pipeline=pipeline, companions=tuple(companions), ip_adapter=ip_adapter)
+        handle = handle.with_ip_adapter(ip_adapter)
+    if isinstance(controlnet, Control):
+        handle = handle.with_control(controlnet)
     return replace(handle, loras=as_loras(loras))

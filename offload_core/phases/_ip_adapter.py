@@ -22,9 +22,11 @@ from torch import nn
 from ..checkpoint import content_mark, read_header
 from ..errors import InputError, ModelError
 from ._cold import make_added_cold
+from ._control import as_picture
 from ._ports import attach_gate
 
 if TYPE_CHECKING:
+    from ..model_source import ComponentSource
     from ._scope import Phase
 
 State = Mapping[str, Mapping[str, torch.Tensor]]  # "image_proj" and "ip_adapter", by the names of diffusers
@@ -32,15 +34,17 @@ State = Mapping[str, Mapping[str, torch.Tensor]]  # "image_proj" and "ip_adapter
 
 @dataclass(frozen=True)
 class IPAdapter:
-    """An IP-Adapter for `load`. The picture goes to `encode` as `ip_adapter_image`.
+    """An IP-Adapter for `load`. The picture goes to `encode` as `ip_adapter_image`, or is given here.
 
     file: its weights, in safetensors. scale: how much the picture counts, 1.0 is as trained. image_encoder: the folder
-    of the encoder it was trained with; None if the model has one. fingerprint: of the file, set by `load`.
+    or the file of the encoder it was trained with; None if the model has one. picture: a PIL image, for Encode and
+    Denoise. fingerprint: of the file, set by `load`.
     """
 
     file: str | os.PathLike[str] = field(repr=False)
     scale: float = 1.0
     image_encoder: str | os.PathLike[str] | None = field(default=None, repr=False)
+    picture: Any = field(default=None, repr=False)
     fingerprint: str = field(default="", repr=False)
 
 
@@ -56,7 +60,30 @@ def checked_adapter(adapter: IPAdapter) -> IPAdapter:
     if any("_lora." in name for name in read_header(file).tensors):
         raise InputError(f"The IP-Adapter {file.name} brings a LoRA of its own (FaceID), which phases can't apply.")
     encoder = None if adapter.image_encoder is None else str(Path(adapter.image_encoder).absolute())
-    return IPAdapter(str(file), float(adapter.scale), encoder, content_mark(file))
+    picture = None if adapter.picture is None else as_picture(adapter.picture, "An IP-Adapter")
+    return IPAdapter(str(file), float(adapter.scale), encoder, picture, content_mark(file))
+
+
+# What an adapter's first matrix reads: (its name, the entry of the encoder's config that is as wide). Source: the
+# loaders of diffusers, which give the projection to the plain ones and the hidden states to those called "plus".
+_READS = (
+    ("image_proj.proj.weight", "projection_dim"),
+    ("ip_adapter_proj_model.proj.weight", "projection_dim"),
+    ("image_proj.proj_in.weight", "hidden_size"),
+    ("image_proj.proj.0.weight", "hidden_size"),
+)
+
+
+def check_encoder(adapter: IPAdapter, encoder: ComponentSource) -> None:
+    """Raises ModelError if the adapter was trained with an image encoder of another width."""
+    tensors, file = read_header(Path(adapter.file)).tensors, Path(adapter.file).name
+    for name, entry in _READS:
+        gives, shape = (encoder.config or {}).get(entry), tensors[name].shape if name in tensors else ()
+        if len(shape) == 2 and gives is not None and shape[1] != gives:
+            raise ModelError(
+                f"The IP-Adapter {file} reads another image encoder: one whose {entry} is {shape[1]}, and this one's "
+                f"is {gives}. Use the encoder that it was trained with."
+            )
 
 
 def wear_ip_adapter(phase: Phase, adapter: IPAdapter | None) -> None:

@@ -21,6 +21,7 @@ class NearMiss:
 
 
 _AS_LORA = "Give it as a LoRA of a model instead."
+_AS_CONTROLNET = "Load a model, and give this to it as its ControlNet."
 _FOLDER = "Use the model's diffusers folder."
 
 NEAR_MISSES = (
@@ -30,9 +31,9 @@ NEAR_MISSES = (
     NearMiss("is a LoRA in llama.cpp's form, not a model", "Use the LoRA's safetensors file.", (".lora_a",)),
     NearMiss("is a LoHa or LoKr adapter, not a model", _AS_LORA, ("hada_w1",)),
     NearMiss("is a LoHa or LoKr adapter, not a model", _AS_LORA, ("lokr_w",)),
-    NearMiss("is a ControlNet, which is no model of its own", _FOLDER, ("control_model.",)),
-    NearMiss("is a ControlNet, which is no model of its own", _FOLDER, ("controlnet_",)),
-    NearMiss("is a ControlNet, which is no model of its own", _FOLDER, ("input_hint_block.",)),
+    NearMiss("is a ControlNet, which is no model of its own", _AS_CONTROLNET, ("control_model.",)),
+    NearMiss("is a ControlNet, which is no model of its own", _AS_CONTROLNET, ("controlnet_",)),
+    NearMiss("is a ControlNet, which is no model of its own", _AS_CONTROLNET, ("input_hint_block.",)),
     NearMiss("is a textual inversion, not a model", "It can't be used here yet.", ("emb_params",)),
     NearMiss("is a vision encoder, which no model known here needs as a file", _FOLDER, ("vision_model.",)),
     NearMiss(

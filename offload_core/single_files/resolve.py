@@ -60,7 +60,7 @@ def resolve_files(files: SplitFiles) -> ModelSource:
     notes: list[str] = []
     for name, part in template.parts.items():
         if name in chosen:
-            components[name] = _with_weights(as_held(part, chosen[name]), chosen[name], notes)
+            components[name] = component_of(as_held(part, chosen[name]), chosen[name], notes)
         else:
             components[name] = _without_weights(template, part, files, given)
     _refuse_blind(template, components)
@@ -218,7 +218,7 @@ def _refuse_blind(template: Template, components: Mapping[str, ComponentSource])
 # ------------------------------------------------------------------------------------------------ components
 
 
-def _with_weights(part: TemplatePart, found: FoundPart, notes: list[str]) -> ComponentSource:
+def component_of(part: TemplatePart, found: FoundPart, notes: list[str]) -> ComponentSource:
     packed = found.quantised()
     if packed:
         raise ModelError(

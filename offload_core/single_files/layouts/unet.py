@@ -32,7 +32,7 @@ _OUTER = {
 }
 
 
-def _original(shapes: Shapes) -> Iterator[Rule]:
+def original_unet(shapes: Shapes) -> Iterator[Rule]:
     """Blocks are numbered through there: each level has its resnets, and all but the last a resampling block.
 
     A resampler follows the resnets of its level on the way down and is the last module of the level's last block on
@@ -106,7 +106,7 @@ LAYOUTS = (
         classes=("UNet2DConditionModel",),
         prefixes=DENOISER_PREFIXES,
         needs=("input_blocks.0.0.weight", "middle_block.1.transformer_blocks.0.attn2.to_k.weight", "out.2.weight"),
-        rules=_original,
+        rules=original_unet,
         sizes=_original_sizes,
     ),
     PartLayout(
