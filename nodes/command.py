@@ -22,6 +22,8 @@ FILE_FOLDERS = {
     "diffusion_models": ("unet", "diffusion_models"),
     "text_encoders": ("text_encoders", "clip"),
     "clip_vision": ("clip_vision",),
+    "controlnet": ("controlnet", "t2i_adapter"),
+    "ipadapter": ("ipadapter",),
     "vae": ("vae",),
 }
 
@@ -60,7 +62,8 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         default=DEFAULT_FILES,
         metavar="DIR",
         help="ComfyUI's models folder, for models made of files: those in its checkpoints, diffusion_models, unet, "
-        f"text_encoders, clip and vae folders (default: {DEFAULT_FILES.as_posix()})",
+        "text_encoders, clip and vae folders, and what is in its clip_vision, controlnet and ipadapter folders "
+        f"(default: {DEFAULT_FILES.as_posix()})",
     )
     parser.add_argument(
         "--tokenizers",

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 STATUS_INTERVAL_S = 0.1
+KINDS_OF_OURS = ("ipadapter",)  # ComfyUI has no such folders by itself; packs that add them use this name
 LARGEST_REQUEST_BYTES = 64 << 10
 
 
@@ -55,7 +56,7 @@ class ComfyHost:
         try:
             return tuple(Path(path) for path in folder_paths.get_folder_paths(kind))
         except KeyError:  # a kind that no pack has added
-            return ()
+            return (Path(folder_paths.models_dir) / kind,) if kind in KINDS_OF_OURS else ()
 
     def tokenizer_folders(self) -> Sequence[Path]:
         import comfy.model_management

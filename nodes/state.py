@@ -14,6 +14,7 @@ from offload_core.report import PhaseReport, RunReport
 from offload_core.settings import OffloadSettings
 from offload_core.warm import WarmStore
 
+from .companion_files import CompanionFiles
 from .defaults import Defaults, is_auto
 from .file_list import NONE, FileList
 from .followed import process_memory
@@ -43,7 +44,8 @@ class Host(Protocol):
     def folders(self, kind: str) -> Sequence[Path]:
         """The folders of a kind, as they are set now: "loras", "input", "output", or one of files that models are made
         of ("checkpoints", "diffusion_models", "text_encoders", "clip_vision", "vae"; "unet_gguf" and "clip_gguf", which
-        a pack for GGUF adds). Empty for a kind that this host doesn't have."""
+        a pack for GGUF adds) or are loaded with ("controlnet", "ipadapter"). Empty for a kind that this host doesn't
+        have."""
 
     def tokenizer_folders(self) -> Sequence[Path]:
         """Folders to look for the tokenizers of such models in."""
@@ -110,6 +112,7 @@ class PackState:
         host.offer(self.warm)
         self._models = ModelList(host.model_roots, lambda: host.folders("checkpoints"))
         self.files = ModelPartFiles(host)
+        self.companions = CompanionFiles(host)
         self.loras = FileList("LoRA", ".safetensors", lambda: [("", folder) for folder in host.folders("loras")])
         self.embeds = FileList("file of saved embeds", EMBEDS_ENDING, lambda: record_places(host))
         self.latents = FileList("file of saved latents", LATENTS_ENDING, lambda: record_places(host))
@@ -125,6 +128,7 @@ class PackState:
             "latents": self.latents.names,
             "config_folders": lambda: [NONE, *self._models.folders()],
             **self.files.choices(),
+            **self.companions.choices(),
         }
         return lists[name]()
 

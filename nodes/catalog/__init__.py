@@ -9,11 +9,13 @@ from __future__ import annotations
 from ..schema import Node
 from . import (
     conditioning_to_embeds,
+    controlnet,
     denoise,
     download_model,
     embeds_to_conditioning,
     encode_image,
     encode_prompt,
+    ip_adapter,
     load,
     load_embeds,
     load_files,
@@ -35,6 +37,8 @@ _MODULES = (
     load_files,
     download_model,
     lora,
+    controlnet,
+    ip_adapter,
     settings,
     prompt_lines,
     encode_prompt,

@@ -104,6 +104,8 @@ def plan_preview(
         dtype=model.dtype,
         weight_storage=model.weight_storage,
         loras=model.loras,
+        controlnet=model.control,
+        ip_adapter=model.ip_adapter,
         session=call.session,
         **options,
     )
