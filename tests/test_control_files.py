@@ -83,8 +83,7 @@ def test_a_file_and_its_picture_give_the_bits_of_the_one_shot_run_whole_and_stre
     options: dict[str, Any] = {"dtype": "auto", "seed": 5, "controlnet": control}
     pictures, session = staged(tiny_model(name), texts, call, **options)
     assert torch.equal(pictures, expected)
-    denoise = next(phase for phase in session.report.phases if phase.name == "denoise")
-    assert denoise.forwards["controlnet"] > 0
+    assert session.report.phases[-2].forwards["controlnet"] > 0  # FLUX's first try lacks the picture's encoding
     settings = po.OffloadSettings(device_memory=100 << 10, resident_below=1024, activation_memory=0)
     streamed, session = staged(tiny_model(name), texts, call, **options, settings=settings)
     assert torch.equal(streamed, expected)
@@ -128,8 +127,9 @@ def one_shot_parts(name: str) -> dict[str, Any]:
     source = po.load(tiny_model(name), device="cpu", controlnet=tiny_controlnet(name)).source()
     controlnet = from_files(source.components["controlnet"], torch.float32)
     align(controlnet)
-    more = {"requires_safety_checker": False} if name == "sd15" else {}
-    return {**pipeline.components, "controlnet": controlnet, **more}
+    more: dict[str, Any] = {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False}
+    parts = {key: part for key, part in pipeline.components.items() if part is not None}
+    return {**parts, "controlnet": controlnet, **(more if name == "sd15" else {})}
 
 
 def test_a_model_without_such_a_pipeline_is_a_sentence() -> None:
