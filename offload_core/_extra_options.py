@@ -10,17 +10,11 @@ import argparse
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from . import _picture_files as files
 from .errors import InputError
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
-
-    from .phases import Handle
 
 # ---------------------------------------------------------------------------------------------------- LoRAs
 
@@ -104,63 +98,37 @@ def add_control_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("ControlNet and IP-Adapter")
     group.add_argument("--controlnet", metavar="DIR or FILE", help="a ControlNet for the model")
     group.add_argument("--control-image", type=Path, metavar="FILE", help="what it follows: edges, a pose, depths, ...")
-    group.add_argument("--control-scale", type=float, metavar="X", help="how closely; default: the model's own")
+    group.add_argument("--control-scale", type=float, metavar="X", help="how closely: 1 is as trained (1)")
+    group.add_argument("--control-mode", type=int, metavar="N", help="of a union ControlNet: what the picture shows")
     group.add_argument("--ip-adapter", metavar="FILE", help="an IP-Adapter for the model, in safetensors")
     group.add_argument("--ip-adapter-image", type=Path, metavar="FILE", help="the picture that it takes as a prompt")
     group.add_argument("--ip-adapter-scale", type=float, metavar="X", help="how much that picture counts (1)")
     group.add_argument(
-        "--image-encoder", metavar="DIR", help="the encoder that the IP-Adapter was trained with, if the model has none"
+        "--image-encoder",
+        metavar="DIR or FILE",
+        help="the encoder that the IP-Adapter was trained with, if the model has none",
     )
 
 
-@dataclass(frozen=True)
-class Control:
-    """What a ControlNet and an IP-Adapter are for each step of a job. parts: arguments of `load`. control_image,
-    ip_adapter_image: what they look at, None where there is none. scale: of the ControlNet, None for the model's own.
-    """
-
-    parts: dict[str, Any]
-    control_image: Image | None = None
-    ip_adapter_image: Image | None = None
-    scale: float | None = None
-
-    def shown(self, handle: Handle, size: dict[str, int]) -> dict[str, Any]:
-        """Arguments of `encode`. size: of the result, as far as it was given; a ControlNet's picture is encoded for
-        it."""
-        shown: dict[str, Any] = {}
-        if self.control_image is not None:
-            shown["control_image" if "control_image" in handle.defaults else "image"] = self.control_image
-            shown |= size
-        if self.ip_adapter_image is not None:
-            shown["ip_adapter_image"] = self.ip_adapter_image
-        return shown
-
-    @property
-    def denoised(self) -> dict[str, Any]:
-        """Arguments of `denoise`."""
-        return {} if self.scale is None else {"controlnet_conditioning_scale": self.scale}
-
-
-def given_control(args: argparse.Namespace) -> Control:
-    """What the options name. Raises InputError if one lacks another that it needs, or a file is no picture."""
-    _check_together(args, "controlnet", "control_image", ("control_scale",))
+def given_control(args: argparse.Namespace) -> dict[str, Any]:
+    """`controlnet` and `ip_adapter` with their pictures, as `load` and `foresee_job` take them; nothing of what isn't
+    named. Raises InputError if one lacks another that it needs, or a file is no picture."""
+    _check_together(args, "controlnet", "control_image", ("control_scale", "control_mode"))
     _check_together(args, "ip_adapter", "ip_adapter_image", ("ip_adapter_scale", "image_encoder"))
-    parts: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     if args.controlnet is not None:
-        if args.image:
-            raise InputError(
-                "--image and --controlnet can't be used together yet: leave one of them out. (The picture that a "
-                "ControlNet follows is --control-image.)"
-            )
-        parts["controlnet"] = args.controlnet
+        from .phases import Control
+
+        strength = 1.0 if args.control_scale is None else args.control_scale
+        picture = files.read_picture(args.control_image)
+        found["controlnet"] = Control(args.controlnet, picture, strength, mode=args.control_mode)
     if args.ip_adapter is not None:
         from .phases import IPAdapter
 
         scale = 1.0 if args.ip_adapter_scale is None else args.ip_adapter_scale
-        parts["ip_adapter"] = IPAdapter(args.ip_adapter, scale, args.image_encoder)
-    pictures = (args.control_image, args.ip_adapter_image)
-    control, adapter = (None if path is None else files.read_picture(path).convert("RGB") for path in pictures)
-    return Control(parts, control, adapter, args.control_scale)
+        picture = files.read_picture(args.ip_adapter_image)
+        found["ip_adapter"] = IPAdapter(args.ip_adapter, scale, args.image_encoder, picture)
+    return found
 
 
 def _check_together(args: argparse.Namespace, part: str, picture: str, more: Sequence[str]) -> None:

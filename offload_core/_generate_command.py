@@ -71,14 +71,14 @@ def run(args: argparse.Namespace, terminal: Terminal) -> tuple[RunReport, list[P
     """The report of the phases, and the files that were written."""
     if args.output is not None:
         files.check_picture_file(args.output)
-    model, pictures, control, loras = chosen_model(args), given_pictures(args), given_control(args), given_loras(args)
+    model, pictures, loras = chosen_model(args), given_pictures(args), given_loras(args)
+    parts = {**given_control(args), **({"loras": loras} if loras else {})}
     settings = memory_settings(args)
     if args.prompt_cache is not None:
         settings = replace(settings, prompt_cache_folder=str(args.prompt_cache))
     with terminal.session() as session:
         import offload_core
 
-        parts = {**control.parts, **({"loras": loras} if loras else {})}
         how = {"dtype": args.dtype, "weight_storage": args.weights, **parts}
         handle = offload_core.load(model, device=args.device, settings=settings, **how)
         shown_to = handle
@@ -86,10 +86,9 @@ def run(args: argparse.Namespace, terminal: Terminal) -> tuple[RunReport, list[P
             shown_to = handle.for_pictures(masked=pictures["mask"] is not None, count=len(pictures["images"]))
         output = _output_file(args.output, shown_to)
         size = {name: getattr(args, name) for name in ("width", "height") if getattr(args, name) is not None}
-        options = _denoise_options(args, shown_to) | control.denoised
+        options = _denoise_options(args, shown_to)
         options |= {} if pictures else size  # a picture brings its own to Denoise
         offload_core.check_denoise(shown_to, seed=args.seed, **options)
-        shown = control.shown(handle, size)
         negative = args.negative_prompt
         if negative is None and shown_to.guidance_name == "true_cfg_scale":
             negative = ""  # true CFG does nothing without one
@@ -97,15 +96,14 @@ def run(args: argparse.Namespace, terminal: Terminal) -> tuple[RunReport, list[P
         if not args.no_plan:
             from ._plan_command import plan_first
 
-            asked = {**parts, **pictures, **shown, **options, **size}
+            asked = {**parts, **pictures, **options, **size}
             found = plan_first(terminal, session, model, args, settings, negative, **asked)
         how_it_runs: dict[str, Any] = {"session": session, "plan": found.plan if found is not None else None}
         if pictures:
             frames = {name: options[name] for name in ("num_frames",) if name in options}
             options["images"] = offload_core.encode_images(handle, **pictures, **size, **frames, **how_it_runs)
-            shown["images"] = options["images"]
-        how_long = {name: value for name, value in options.items() if name == handle.seconds_name}
-        embeds = offload_core.encode(handle, args.prompt, negative, **shown, **how_long, **how_it_runs)
+        encoded = {name: value for name, value in options.items() if name in ("images", handle.seconds_name)}
+        embeds = offload_core.encode(handle, args.prompt, negative, **encoded, **how_it_runs)
         latents = offload_core.denoise(handle, embeds, seed=args.seed, **options, **how_it_runs)
         writers = _decoded(handle, latents, output, video=shown_to.makes_video, tiling=args.tiling, **how_it_runs)
         if found is not None:

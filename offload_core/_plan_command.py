@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from . import _picture_files as files
 from ._console import Terminal
-from ._extra_options import add_lora_argument, add_picture_arguments, given_loras, given_pictures
+from ._extra_options import (
+    add_control_arguments,
+    add_lora_argument,
+    add_picture_arguments,
+    given_control,
+    given_loras,
+    given_pictures,
+)
 from ._memory_options import memory_settings
 from ._model_options import add_file_arguments, add_weights_argument, chosen_model
 from .errors import BudgetError, InputError, TraceError
@@ -47,6 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--list", action="store_true", help="list the known models and machines")
     add_picture_arguments(parser)
+    add_control_arguments(parser)
     add_file_arguments(parser)
 
 
@@ -75,6 +83,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> None:
             loras=given_loras(args),
             session=session,
             **given_pictures(args),
+            **given_control(args),
             **_call(args),
             **_seconds(args.seconds, model),
         )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -137,31 +136,36 @@ def test_a_controlnet_and_an_ip_adapter_are_those_of_the_library(plan: tuple[str
     assert (generated(*SIZED, *control, *adapter_words(), *plan) == expected).all()
 
 
-@pytest.mark.parametrize(("model", "name"), [("sd15", "image"), ("flux", "control_image")])
-def test_a_controlnet_is_given_to_each_step_that_asks_for_it(
-    model: str, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The library is only asked here. Its name for the picture depends on the pipeline."""
-    asked: dict[str, dict[str, Any]] = {}
+@pytest.mark.slow
+def test_a_controlnet_goes_with_a_picture_to_start_from() -> None:
+    fox, edges = picture("fox"), picture("edges")
+    fox.save("fox.png")
+    edges.save("edges.png")
+    control = po.Control(tiny_controlnet("sd15"), edges, 0.8)
+    handle = po.load(tiny_model("sd15"), device="cpu", controlnet=control)
+    images = po.encode_images(handle, fox, height=48, width=64)
+    expected = by_hand(handle, {"images": images}, {"images": images, "strength": 0.5})
+    start = ("--image", "fox.png", "--strength", "0.5", "--control-scale", "0.8")
+    net = ("--controlnet", str(tiny_controlnet("sd15")), "--control-image", "edges.png")
+    assert (generated(*SIZED, *start, *net) == expected).all()
 
-    def keep(step: str, result: Any) -> Any:
-        return lambda *_, **kwargs: asked.update({step: kwargs}) or result
 
-    made = [Image.new("RGB", (64, 48))]
-    steps = {"foresee_job": SimpleNamespace(plan=SimpleNamespace(fits=False)), "encode": None, "denoise": None}
-    for step, result in (steps | {"decode": made}).items():
-        monkeypatch.setattr(po, step, keep(step, result))
-    monkeypatch.setattr("offload_core.plan_table.plan_line", lambda _: "Plan")
+@pytest.mark.parametrize("command", ["generate", "plan"])
+def test_a_plan_is_asked_for_the_controlnet_of_the_command_line(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {}
+
+    def foresee(*_: Any, **given: Any) -> Any:
+        asked.update(given)
+        raise po.InputError("seen")
+
+    monkeypatch.setattr("offload_core.foresight.foresee_job", foresee)
+    monkeypatch.setattr(po, "foresee_job", foresee)
     picture("edges").save("edges.png")
-    folder = str(tiny_controlnet(model))
-    generated(
-        "--width", "64", "--controlnet", folder, "--control-image", "edges.png", "--control-scale", "0.8", model=model
-    )
-    assert asked["foresee_job"]["controlnet"] == folder
-    shown = {key: value for key, value in asked["encode"].items() if key not in ("session", "plan")}
-    assert shown.keys() == {name, "width"} and shown[name].size == picture("edges").size
-    assert asked["denoise"]["controlnet_conditioning_scale"] == 0.8
-    assert {name, "width", "controlnet_conditioning_scale"} <= asked["foresee_job"].keys()
+    words = ("--controlnet", str(tiny_controlnet("flux")), "--control-image", "edges.png", "--control-scale", "0.8")
+    assert main([command, "--model", str(tiny_model("flux")), "--prompt", "a fox", "--device", "cpu", *words]) == 2
+    control = asked["controlnet"]
+    assert (str(control.place), control.strength, control.mode) == (str(tiny_controlnet("flux")), 0.8, None)
+    assert control.picture.tobytes() == picture("edges").tobytes()
 
 
 def test_a_plan_is_asked_for_the_loras_of_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,7 +227,7 @@ def test_a_model_that_reads_the_picture_with_the_prompt_gets_it_from_the_command
         ("--ip-adapter-scale 0.5", 2, "--ip-adapter-scale needs --ip-adapter: give both."),
         ("--ip-adapter a.safetensors", 2, "--ip-adapter needs --ip-adapter-image: give both."),
         ("--controlnet nowhere --control-image white.png", 4, "There is no controlnet in 'nowhere'"),
-        ("--controlnet folder --control-image white.png --image white.png", 2, "can't be used together yet"),
+        ("--control-mode 1", 2, "--control-mode needs --controlnet: give both."),
     ],
 )
 def test_bad_input_gets_a_sentence_and_its_code(
