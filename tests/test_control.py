@@ -54,7 +54,7 @@ def run(pipeline: Any, seed: int, **call: Any) -> torch.Tensor:
     return torch.as_tensor(pipeline(**call, output_type="pt", generator=generator)[0]).float()
 
 
-@pytest.mark.parametrize("name", often(tuple(CONTROLLED), ("flux",)))
+@pytest.mark.parametrize("name", often(tuple(CONTROLLED), ("sd15",)))
 def test_a_controlnet_belongs_to_denoise_and_gives_the_bits_of_the_one_shot_run(name: str) -> None:
     texts, call = control_call(name)
     expected = one_shot_controlled(name, 5, **texts, **call)

@@ -39,10 +39,7 @@ def row(title: str = "FLUX", **cells: Cell) -> FamilyRow:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        name if name == "Stable Diffusion 1.5, text to image" else pytest.param(name, marks=pytest.mark.slow)
-        for name in CASES
-    ],
+    [name if name == "Chroma, text to image" else pytest.param(name, marks=pytest.mark.slow) for name in CASES],
 )
 def test_a_family_runs_in_phases_as_its_row_of_the_page_says(name: str, tmp_path: Path) -> None:
     found = family_row(CASES[name], tmp_path, nothing)

@@ -21,6 +21,7 @@ from offload_core.tiny_models import load_tiny, save_tiny
 
 # AutoencoderKL, CLIP, T5, umT5, Qwen2.5-VL, Qwen3-VL, Gemma 2 and 3, and denoisers with and without exceptions
 FAMILIES = ("flux", "sd3", "sd15", "wan22_a14b", "qwen_image", "krea2", "lumina2", "ltx2")
+OFTEN = ("flux", "sd15", "wan22_a14b", "krea2")
 every_dtype = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 
 
@@ -62,7 +63,12 @@ def tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
 @every_dtype
 @pytest.mark.parametrize(
     ("name", "stored"),
-    [(name, torch.float32) for name in FAMILIES] + [(name, torch.bfloat16) for name in FAMILIES[3:5]],
+    [
+        *((name, torch.float32) for name in OFTEN),
+        ("wan22_a14b", torch.bfloat16),
+        *(pytest.param(name, torch.float32, marks=pytest.mark.slow) for name in FAMILIES if name not in OFTEN),
+        pytest.param("qwen_image", torch.bfloat16, marks=pytest.mark.slow),
+    ],
 )
 def test_parameters_and_buffers_of_a_family_get_the_dtype_that_from_pretrained_gives(
     name: str, stored: torch.dtype, dtype: torch.dtype, folder: Callable[[str, torch.dtype], Path]

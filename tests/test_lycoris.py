@@ -156,6 +156,7 @@ def test_a_matrix_that_is_several_layers_here_is_taken_apart_by_its_rows(tmp_pat
     assert close(pictures("flux", (file, 1.0))[0], twin("flux", changes))
 
 
+@pytest.mark.slow
 def test_differences_in_a_budget_are_booked_and_give_the_same_bits(tmp_path: Path) -> None:
     layers, _ = layers_of("flux")
     plain = make_lora("flux", "transformer", tmp_path / "plain.safetensors", ["to_q", "to_out.0"])

@@ -205,6 +205,7 @@ def adapter_on(runner: GraphRunner, model: Any, **change: Any) -> Any:
 # Plans and reports
 
 
+@pytest.mark.slow
 def test_plan_preview_and_phase_report_know_both(runner: GraphRunner) -> None:
     graph = with_controlnet(with_ip_adapter(graph_of("sd15"), "sd15"), "sd15")
     plan = {name: graph["denoise"]["inputs"][name] for name in ("steps", "guidance", "width", "height", "batch")}

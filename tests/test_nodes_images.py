@@ -88,6 +88,7 @@ def test_a_latent_of_core_s_vae_encode_starts_a_denoise_and_its_noise_mask_repai
         call(runner, "PhaseOffloadDenoise", model=model, embeds=embeds, images=images, **{**job, "width": 64})
 
 
+@pytest.mark.slow
 def test_a_batch_of_frames_and_a_latent_of_several_are_a_clip_for_a_video_model(runner: GraphRunner) -> None:
     model = offload_core.load(tiny_model("wan21"), device="cpu")
     clip = [picture(f"frame {number}") for number in range(5)]

@@ -177,6 +177,7 @@ def test_weight_whose_scale_is_missing_or_unknown_is_refused(change: Any, says: 
     assert str(refused.value).endswith("or the bfloat16 file of the model.")
 
 
+@pytest.mark.slow
 def test_lora_on_packed_weights_gives_the_picture_of_the_twin_with_it(tmp_path: Path) -> None:
     pytest.importorskip("peft")
     lora = make_lora("flux", "transformer", tmp_path / "lora.safetensors", ["to_q", "to_v", "to_k"])

@@ -34,7 +34,7 @@ def smallest(path: Path, texts: dict[str, Any], call: dict[str, Any], **load: An
     raise AssertionError("no budget works")
 
 
-@pytest.mark.parametrize("name", often(PROMISED))
+@pytest.mark.parametrize("name", often(PROMISED, ("sd15", "flux", "wan22_a14b")))
 @pytest.mark.parametrize(
     "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=["float32", "bfloat16"]
 )

@@ -175,7 +175,7 @@ def staged(
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in ("sdxl", "wan22_5b") else pytest.param(name, marks=pytest.mark.slow) for name in RECIPES]
+    "name", [name if name == "wan22_5b" else pytest.param(name, marks=pytest.mark.slow) for name in RECIPES]
 )
 def test_the_staged_recipe_equals_the_whole_pipeline(name: str):
     folder, recipe = tiny_model(name), RECIPES[name]
