@@ -51,8 +51,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--output",
         type=Path,
         metavar="FILE",
-        help="picture to write: .png, .jpg, .webp; a video as .gif, .webp or a sequence of .png; a sound as .wav. An "
-        "existing file is replaced; several become NAME-0.png, NAME-1.png, ... (phase-offload.png or .wav)",
+        help="picture to write: .png, .jpg, .webp; a video as .gif, .webp or a sequence of .png; a sound as .wav, that "
+        "of a video beside it. An existing file is replaced; several become NAME-0.png, NAME-1.png, ... "
+        "(phase-offload.png or .wav)",
     )
     parser.add_argument(
         "--prompt-cache",
@@ -163,4 +164,6 @@ def _decoded(
     images = offload_core.decode(handle, latents, output_type="pil", **options)
     if not video:
         return files.picture_writers(output, images)
-    return files.video_writers(output, images if isinstance(images[0], (list, tuple)) else [images])
+    writers = files.video_writers(output, images if isinstance(images[0], (list, tuple)) else [images])
+    sound = offload_core.decode_sound(handle, latents, session=options["session"])
+    return writers if sound is None else [*writers, *sounds.sound_writers(output.with_suffix(".wav"), *sound)]

@@ -11,11 +11,13 @@ import signal
 import subprocess
 import sys
 import types
+import wave
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from PIL import Image
 
 import offload_core
@@ -40,6 +42,7 @@ class FakeEngine:
         self.asked: dict[str, Any] = {}
         self.error: BaseException | None = None
         self.frames = 0
+        self.sound: tuple[torch.Tensor, int] | None = None
 
     def load(self, model: str, **kwargs: Any) -> SimpleNamespace:
         self.asked["load"] = {"model": model} | kwargs
@@ -73,11 +76,14 @@ class FakeEngine:
         pictures = [Image.new("RGB", (16, 16), (i, 0, 0)) for i in range(max(count, self.frames))]
         return [pictures] if self.frames else pictures
 
+    def decode_sound(self, handle: Any, latents: Any, *, session: Session) -> Any:
+        return self.sound
+
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeEngine:
     fake = FakeEngine()
-    for name in ("load", "check_denoise", "foresee_job", "encode", "denoise", "decode"):
+    for name in ("load", "check_denoise", "foresee_job", "encode", "denoise", "decode", "decode_sound"):
         monkeypatch.setattr(offload_core, name, getattr(fake, name), raising=False)
     monkeypatch.chdir(tmp_path)
     return fake
@@ -168,6 +174,15 @@ def test_a_video_is_written_as_one_animation(engine: FakeEngine):
     assert run(*GENERATE, "--output", "v.gif", "--frames", "5") == 0
     assert engine.asked["denoise"]["num_frames"] == 5
     assert Image.open("v.gif").n_frames == 5
+    assert not Path("v.wav").exists()
+
+
+def test_the_sound_of_a_video_is_written_beside_it(engine: FakeEngine):
+    engine.handle.makes_video, engine.frames = True, 5
+    engine.sound = (torch.zeros(1, 2, 300), 100)
+    assert run(*GENERATE, "--output", "v.gif") == 0
+    with wave.open("v.wav") as file:
+        assert (file.getnchannels(), file.getframerate(), file.getnframes()) == (2, 100, 300)
 
 
 @pytest.mark.parametrize(
