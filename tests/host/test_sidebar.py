@@ -69,7 +69,7 @@ def test_panel_shows_the_machine_and_the_phases_of_the_prompt(
     page: Page, panel: Any, workflow: dict[str, Any], faults: list[str], checkout: Checkout, tmp_path: Path,
     new_nodes: bool,
 ) -> None:  # fmt: skip
-    node_of_type(workflow, "PhaseOffloadEncodePrompt")["widgets_values"][0] += ", new" if new_nodes else ""
+    node_of_type(workflow, "PhaseOffloadEncodePrompt")["widgets_values"][0] += f", {new_nodes}"  # runs anew
     open_workflow(page, workflow)
     assert press_run(page) == "execution_success"
     page.wait_for_function(f"() => ({LAST})().includes('done')")
